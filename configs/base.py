@@ -73,6 +73,9 @@ FIELDS = Section(
         remat=Field("full", "The activations that the backward pass computes again: none of them, all but matrix "
             "products (dots), or all (full). offload is full with the layers' inputs in the host's memory.",
             choices=("none", "dots", "full", "offload")),
+        replay_experts=Field(False, "For a mixture: train with the experts that the sampler's routers chose for each "
+            "token. Their weights are still the trainer's router's; docs/running.md. A token takes a byte for each of "
+            "its experts in each layer, in memory, checkpoints and the journal."),
         lora=Section(
             "Train low-rank adapters beside frozen weights, which are kept in compute_dtype; docs/lora.md.",
             rank=Field(0, "The rank of an adapter. 0: no adapters, all weights are trained.", range="[0, 1e5]"),

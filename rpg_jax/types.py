@@ -132,6 +132,8 @@ class Completion:
         conversation that its environment would have continued.
       weight_version: version of the weights that sampled the completion.
       turns: the turns of a conversation with an environment; None without an environment.
+      experts: [m + n, L, k], unsigned integers: the k experts in each of L layers to which the sampler's routers sent
+        each of the m tokens of the prompt and the n tokens; None if they were not recorded.
     """
 
     tokens: np.ndarray
@@ -139,6 +141,7 @@ class Completion:
     finish_reason: FinishReason
     weight_version: int
     turns: Turns | None = None
+    experts: np.ndarray | None = None
 
     @property
     def truncated(self) -> bool:
@@ -177,6 +180,8 @@ class Rows:
       targets: i32[B, C].
       completion_ids: i32[B, C].
       mask: f32[B, C], 1 at a token that the update trains on.
+      experts: [B, T, L, k], the experts of each token in each layer of the policy, as the sampler chose them; 0 at
+        padding. None: the routers of the model choose.
     """
 
     tokens: jax.Array
@@ -186,6 +191,12 @@ class Rows:
     targets: jax.Array
     completion_ids: jax.Array
     mask: jax.Array
+    experts: jax.Array | None = None
+
+    @property
+    def unrouted(self) -> Self:
+        """The rows without `experts`, for a model that is not the policy."""
+        return dataclasses.replace(self, experts=None)
 
 
 @flax.struct.dataclass

@@ -154,16 +154,30 @@ def _heads(first: str, values: Sequence[object]) -> list[str]:
     return [f"{first}{value}" if i == 0 else str(value) for i, value in enumerate(values)]
 
 
-def _staleness(found: Runs) -> str:
-    stale = found.staleness("staleness")
+def _regrets(found: Runs, of_rows: str, name: str, columns: Sequence[tuple[str, int, str]]) -> str:
+    """Regrets, and what each row has more than the first row, in columns (experiment, updates a batch, head)."""
 
     def cells(row: str) -> list[str]:
-        regrets = [_text(found.of("staleness", row, "own_regret", updates_a_batch=n)) for n in stale]
-        changes = [_difference(against(found, row, "staleness", n), row) for n in stale]
-        return [*regrets, *changes]
+        regrets = [_text(found.of(e, row, "own_regret", updates_a_batch=n)) for e, n, _ in columns]
+        return [*regrets, *(_difference(against(found, row, e, n), row) for e, n, _ in columns)]
 
-    head = [*_heads("regret, updates a batch: ", stale), *_heads("against the first row: ", stale)]
-    return _table(found, "staleness", head, cells)
+    heads = [words for *_, words in columns]
+    return _table(
+        found, of_rows, [*_heads(f"regret, {name}: ", heads), *_heads("against the first row: ", heads)], cells
+    )
+
+
+def _staleness(found: Runs) -> str:
+    columns = [("staleness", n, str(n)) for n in found.staleness("staleness")]
+    return _regrets(found, "staleness", "updates a batch", columns)
+
+
+def _lengths(found: Runs) -> str:
+    return _regrets(found, "long", "tokens", [(name, 8, f"{found.tokens(name):.1f}") for name in LENGTHS])
+
+
+def _longer(found: Runs) -> str:
+    return _regrets(found, "longer", "updates", [("staleness", 8, "1,600"), ("longer", 8, "6,400")])
 
 
 def _distances(found: Runs) -> str:
@@ -185,16 +199,6 @@ def _strengths(found: Runs) -> str:
 
     head = [*_heads("regret, β = ", [f"{beta:g}" for beta in betas]), *_heads(f"β = {MIDDLE:g}: ", ("reward", "KL"))]
     return _table(found, "staleness", [*head, "tokens"], cells)
-
-
-def _lengths(found: Runs) -> str:
-    def cells(row: str) -> list[str]:
-        regrets = [_text(found.of(name, row, "own_regret")) for name in LENGTHS]
-        return [*regrets, *(_difference(against(found, row, name), row) for name in LENGTHS)]
-
-    tokens = [f"{found.tokens(name):.1f}" for name in LENGTHS]
-    head = [*_heads("regret, tokens: ", tokens), *_heads("against the first row: ", tokens)]
-    return _table(found, "long", head, cells)
 
 
 def _token_mean(found: Runs) -> str:
@@ -231,15 +235,6 @@ def _iterative(found: Runs) -> str:
 
     head = ["reward", "KL(π_θ‖first reference)", "with the fixed reference: reward", "KL"]
     return _table(found, "iterative", head, cells)
-
-
-def _longer(found: Runs) -> str:
-    def cells(row: str) -> list[str]:
-        names = ("staleness", "longer")
-        regrets = [_text(found.of(name, row, "own_regret")) for name in names]
-        return [*regrets, *(_difference(against(found, row, name), row) for name in names)]
-
-    return _table(found, "longer", ["regret, 1,600 updates", "6,400", "against the first row: 1,600", "6,400"], cells)
 
 
 def _rates(found: Runs) -> str:

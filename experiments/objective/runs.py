@@ -116,45 +116,35 @@ def run_objective(
     settings = json.loads(json.dumps(dataclasses.asdict(s)))
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.parent) as lock:
-        return _continue(s, settings, path, jobs, lock, on_unit)
+        if not path.exists():
+            write_atomically(path, json.dumps({"settings": settings}, ensure_ascii=False) + "\n")
+        text = path.read_text(encoding="utf-8")
+        records = read(text).records
+        if read(text).settings != settings:
+            raise ValueError(f"the runs in {path} have other settings: choose another --out, or delete that file")
+        write_atomically(path, text[: text.rfind("\n") + 1])
+        made_with, log = kept.made_with(), path.with_name("output.log")
 
+        def make(wanted: Sequence[Unit]) -> None:
+            done, compiled = {record["unit"] for record in records}, str(path.with_name("compiled"))
+            tasks = [
+                Task(unit.name, f"{__name__}:{run_in_worker.__name__}", argument, log)
+                for unit in wanted
+                if unit.name not in done
+                for argument in [{"unit": dataclasses.asdict(unit), "compiled": compiled}]
+            ]
+            for ended in run_tasks(tasks, jobs=jobs, inherited=lock):
+                if ended.code:
+                    raise ValueError(f"{ended.task.name} failed: see {log}; the same command continues")
+                line = {"record": ended.result, "made_with": made_with}
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                records.append(ended.result)
+                on_unit(ended.task.name, len(records))
 
-def _continue(
-    s: ObjectiveSettings,
-    settings: dict[str, Any],
-    path: Path,
-    jobs: int,
-    lock: int,
-    on_unit: Callable[[str, int], None],
-) -> Kept:
-    if not path.exists():
-        write_atomically(path, json.dumps({"settings": settings}, ensure_ascii=False) + "\n")
-    text = path.read_text(encoding="utf-8")
-    if read(text).settings != settings:
-        raise ValueError(f"the runs in {path} have other settings: choose another --out, or delete that file")
-    write_atomically(path, text[: text.rfind("\n") + 1])
-    made_with, records, log = kept.made_with(), read(text).records, path.with_name("output.log")
-
-    def make(wanted: Sequence[Unit]) -> None:
-        done = {record["unit"] for record in records}
-        tasks = [
-            Task(unit.name, f"{__name__}:{run_in_worker.__name__}", argument, log)
-            for unit in wanted
-            if unit.name not in done
-            for argument in [{"unit": dataclasses.asdict(unit), "compiled": str(path.with_name("compiled"))}]
-        ]
-        for ended in run_tasks(tasks, jobs=jobs, inherited=lock):
-            if ended.code:
-                raise ValueError(f"{ended.task.name} failed: see {log}; the same command continues")
-            line = {"record": ended.result, "made_with": made_with}
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            records.append(ended.result)
-            on_unit(ended.task.name, len(records))
-
-    make(scan_units(s))
-    for name in s.experiments:
-        make(units(s, name, best_rates(records)))
+        make(scan_units(s))
+        for name in s.experiments:
+            make(units(s, name, best_rates(records)))
     return read(path.read_text(encoding="utf-8"))
 
 

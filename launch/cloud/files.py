@@ -14,7 +14,7 @@ from cloud.shell import Shell
 
 
 def startup_script(job: Job) -> str:
-    """The script that every worker runs at each boot."""
+    """The script that every worker runs at each boot, and that looks into the bucket from then on."""
     head = f"#!/bin/bash\n# Startup script of {job.name}.\nFILES={shlex.quote(job.files)}\n\n"
     return head + (Path(__file__).parent / "worker.sh").read_text(encoding="utf-8")
 
@@ -87,11 +87,11 @@ def _git(*arguments: str) -> str:
 
 
 def write(shell: Shell, job: Job, folder: Path) -> list[Path]:
-    """Writes source.tar.gz, startup.sh and run.sh into `folder` and returns their paths."""
+    """Writes source.tar.gz, startup.sh and run.sh into `folder`; returns the paths of what the bucket gets."""
     shell.write(folder / "startup.sh", startup_script(job), executable=True)
     shell.write(folder / "run.sh", run_script(job), executable=True)
     archive = folder / "source.tar.gz"
     archive.write_bytes(source_archive())
     if shell.dry_run:
         print(f"# writes {archive}")
-    return [archive, folder / "startup.sh", folder / "run.sh"]
+    return [archive, folder / "run.sh"]

@@ -1,6 +1,5 @@
 """Runs cloud commands: prints them first, runs none in a dry run."""
 
-import contextlib
 import shlex
 import shutil
 import subprocess
@@ -40,15 +39,6 @@ class Shell:
         if not self.dry_run:
             self._print(command)
         return self.ask(command)
-
-    def follow(self, command: list[str]) -> None:
-        """Hands the terminal to a command that follows logs."""
-        self._print(command)
-        if self.dry_run:
-            return
-        self._require(command[0])
-        with contextlib.suppress(KeyboardInterrupt):
-            subprocess.run(command)
 
     def attempt(self, command: list[str]) -> tuple[int, str, str]:
         """Runs a command: (exit code, stdout, stderr)."""

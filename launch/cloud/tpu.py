@@ -1,7 +1,5 @@
 """launch/tpu runs a config on Cloud TPU VMs, from request to teardown."""
 
-import shlex
-
 from cloud import files, options
 from cloud.errors import CommandError, Kind, LaunchError, ignored
 from cloud.options import Launch, confirm
@@ -14,9 +12,8 @@ DESCRIPTION = """Runs a config on Cloud TPU VMs.
 """
 COMMANDS = {
     "up": "checks, requests, runs; then brings a preempted TPU back until the run has ended, and deletes it",
-    "logs": "follows the log of one worker (--worker, --slice)",
-    "status": "shows the TPU, each worker, and the cost",
-    "stop": "saves and stops the training; the TPU stays up and costs",
+    "status": "shows the TPU, its cost, and the command that follows a worker's log",
+    "stop": "has the workers save and stop within two minutes; the TPU stays up and costs",
     "delete": "deletes the TPU after asking; runs and checkpoints stay in the bucket",
 }
 WATCH_SECONDS = 60.0
@@ -27,28 +24,21 @@ def main(argv: list[str], shell: Shell | None = None) -> int:
     """Runs one command and returns its exit code."""
     parser = options.parser("launch/tpu", DESCRIPTION, COMMANDS)
     parser.add_argument("--give-up-after", help="how long a request may queue, e.g. 12h (default: 30d)")
-    parser.add_argument("--worker", default="0", help="for logs: the worker's number in its slice, or all")
-    parser.add_argument("--slice", type=int, default=0, dest="slice_number", help="for logs: its number")
     return options.run(
         parser, argv, shell, lambda launch: HANDLERS[launch.options.command](launch, TpuVms(launch.job, launch.shell))
     )
 
 
 def up(launch: Launch, vms: TpuVms) -> None:
-    """Requests the TPU, whose workers train as soon as they boot, or has the workers train that have booted already."""
+    """Requests the TPU unless it is there. Workers look into the bucket when they boot, and then once a minute."""
     options.check(launch, vms=True)
     _send(launch)
-    if vms.create(launch.staging / "startup.sh") in UP:
-        _start(launch, vms)
-    launch.shell.report(f"follow it: launch/tpu logs --name={launch.job.name}")
+    vms.create(launch.staging / "startup.sh")
+    launch.shell.report(f"follow it: {vms.log_command}")
     if launch.options.no_watch:
         launch.shell.say("nobody watches: a lost TPU stays lost until launch/tpu up runs again")
     else:
         _watch(launch, vms)
-
-
-def logs(launch: Launch, vms: TpuVms) -> None:
-    launch.shell.follow(vms.ssh_command(_vm(launch), launch.options.worker, "sudo tail -n 200 -F /var/log/rpg.log"))
 
 
 def status(launch: Launch, vms: TpuVms) -> None:
@@ -56,17 +46,17 @@ def status(launch: Launch, vms: TpuVms) -> None:
     state, reason = vms.state()
     print(f"{job.name}: {state}{f' ({reason})' if reason else ''}, {job.slice}, {job.capacity}")
     if launch.shell.dry_run or state in UP:
-        print(vms.on_all_workers(_on_worker(launch, "status")), end="")
-        print(f"costs {job.rate}: {job.cost()[1]}")
+        print(f"costs {job.rate}: {job.cost()[1]}\nlog of a worker: {vms.log_command}")
     elif state in WAITING:
         print("costs nothing while it queues")
     print(f"run folder: {job.runs}/{job.name}{' (finished)' if _is_there(launch, 'finished') else ''}")
 
 
 def stop(launch: Launch, vms: TpuVms) -> None:
-    _remove(launch, "run.sh")  # else the next boot would start it again
-    vms.on_all_workers(_on_worker(launch, "stop"))
-    launch.shell.report(f"stopped; the TPU is still up and costs {launch.job.rate} until launch/tpu delete")
+    _remove(launch, "run.sh")
+    launch.shell.report(
+        f"the workers save and stop within two minutes; the TPU costs {launch.job.rate} until launch/tpu delete"
+    )
 
 
 def delete(launch: Launch, vms: TpuVms) -> None:
@@ -84,24 +74,12 @@ def delete(launch: Launch, vms: TpuVms) -> None:
 
 
 def _send(launch: Launch) -> None:
-    """Uploads the code and the scripts. With run.sh in the bucket, every boot trains."""
-    written = files.write(launch.shell, launch.job, launch.staging)
+    """Uploads the code, and last the script that workers start as soon as they see it."""
+    source, run = files.write(launch.shell, launch.job, launch.staging)
     for name in ("finished", "failed"):
         _remove(launch, name)
-    launch.shell.do(["gcloud", "storage", "cp", "--quiet", *map(str, written), f"{launch.job.files}/"])
-
-
-def _start(launch: Launch, vms: TpuVms) -> None:
-    """Starts all workers or none: if some do not start, the others wait for them."""
-    try:
-        vms.on_all_workers(_on_worker(launch, "run"))
-    except LaunchError as error:
-        launch.shell.say("not all workers started: stopping the others")
-        try:
-            vms.on_all_workers(_on_worker(launch, "stop"))
-        except LaunchError as second:
-            launch.shell.say(str(second))
-        raise error
+    for path in (source, run):
+        launch.shell.do(["gcloud", "storage", "cp", "--quiet", str(path), f"{launch.job.files}/"])
 
 
 def _watch(launch: Launch, vms: TpuVms) -> None:
@@ -187,21 +165,4 @@ def _remove(launch: Launch, name: str) -> None:
         launch.shell.do(["gcloud", "storage", "rm", "--quiet", f"{launch.job.files}/{name}"])
 
 
-def _on_worker(launch: Launch, what: str) -> str:
-    """The command that runs a part of the startup script on a worker.
-
-    The script becomes a file first: piped into bash, it would be eaten by the first of its commands that reads stdin.
-    """
-    script = "rpg-startup.sh"
-    source = shlex.quote(f"{launch.job.files}/startup.sh")
-    return f"gcloud storage cp --quiet {source} {script} && sudo bash {script} {what}"
-
-
-def _vm(launch: Launch) -> str:
-    vms = launch.job.vms
-    if not 0 <= launch.options.slice_number < len(vms):
-        raise LaunchError(f"--slice={launch.options.slice_number}", f"there are slices 0 to {len(vms) - 1}")
-    return vms[launch.options.slice_number]
-
-
-HANDLERS = {f.__name__: f for f in (up, logs, status, stop, delete)}
+HANDLERS = {f.__name__: f for f in (up, status, stop, delete)}

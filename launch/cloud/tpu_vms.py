@@ -1,7 +1,6 @@
-"""Requests and deletes the TPU VMs of a job, tells their state, and runs commands on all of their workers."""
+"""Requests and deletes the TPU VMs of a job, and tells their state."""
 
 import json
-import re
 import shlex
 from pathlib import Path
 
@@ -62,18 +61,17 @@ class TpuVms:
                 return state, f"{vm}: {described.get('healthDescription', '')}".strip(": ")
         return "ACTIVE", ""
 
-    def create(self, startup: Path) -> str:
-        """Requests the TPU unless it is there; deletes a preempted or failed TPU first. Returns the state it was in."""
+    def create(self, startup: Path) -> None:
+        """Requests the TPU unless it is there; deletes a preempted or failed TPU first."""
         state, reason = self.state() if not self.shell.dry_run else (ABSENT, "")
         if state in UP | WAITING:
             self.shell.say(f"{self.job.name} exists ({state})")
-            return state
+            return
         if state != ABSENT:
             self.shell.say(f"{self.job.name} is {state}{f' ({reason})' if reason else ''}: requesting it anew")
             self.delete()
         with ignored(Kind.EXISTS):  # another start of the same command was faster
             self.shell.do(self.create_command(startup))
-        return state
 
     def delete(self) -> None:
         """Deletes the TPU; it may be gone already. Says what it costs if it cannot be deleted."""
@@ -85,29 +83,12 @@ class TpuVms:
             self.shell.say(f"{self.job.name} is still there and costs {self.job.rate}")
             raise
 
-    def ssh_command(self, vm: str, worker: str, command: str) -> list[str]:
-        ssh = ["gcloud", *TPUS, "tpu-vm", "ssh", vm, *self.job.place, f"--worker={worker}", "--quiet"]
+    @property
+    def log_command(self) -> str:
+        """gcloud's command that follows the log of the first worker."""
+        ssh = ["gcloud", *TPUS, "tpu-vm", "ssh", self.job.vms[0], *self.job.place, "--worker=0"]
         ssh += ["--internal-ip"] if self.job.internal_ips else []
-        return [*ssh, f"--command={command}"]
-
-    def on_all_workers(self, command: str) -> str:
-        """Runs a command on every worker of every slice and returns what they printed.
-
-        gcloud tries each worker ten times, and says which of them failed.
-
-        Raises:
-          LaunchError: some workers did not print `worker N done` or `worker N: …`; the message has their numbers.
-        """
-        said = ""
-        for vm in self.job.vms:
-            answer = self.shell.do(self.ssh_command(vm, "all", command))
-            reached = set(re.findall(r"^worker (\d+)(?: done|:)", answer, re.MULTILINE))
-            silent = [str(n) for n in range(self.job.slice.hosts) if str(n) not in reached]
-            if silent and not self.shell.dry_run:
-                look = f"look: {shlex.join(self.ssh_command(vm, silent[0], 'sudo tail /var/log/syslog'))}"
-                raise LaunchError(f"{vm}: no answer from worker {', '.join(silent)} of {self.job.slice.hosts}", look)
-            said += answer
-        return said
+        return shlex.join([*ssh, "--command=sudo tail -n 200 -F /var/log/rpg.log"])
 
     def failure(self, state: str, reason: str) -> LaunchError:
         """What to say, and to do, about a TPU that is neither up nor in the queue."""

@@ -1,8 +1,11 @@
-# Runs on every worker: at each boot as its startup script (without an argument, like `run`), and when launch/tpu asks for
-# run, stop or status. Every part may run again at any time. The header that launch/tpu writes above sets FILES
-# (gs://.../launch/NAME).
+# Runs on every worker at each boot, as its startup script, and from then on once a minute (`look`). The header that
+# launch/tpu writes above sets FILES (gs://.../launch/NAME), which says what the worker has to do:
+#   run.sh appears or changes      start it, with the files of source.tar.gz
+#   run.sh disappears              save and stop
+#   finished, failed               start nothing
+# A bucket that does not answer changes nothing.
 set -euo pipefail
-root=/opt/rpg log=/var/log/rpg.log
+root=/opt/rpg log=/var/log/rpg.log started=/run/rpg-started # /run is empty after a boot
 export HOME=/root
 
 active() { systemctl is-active --quiet rpg; }
@@ -11,8 +14,9 @@ fetch() { # fetch NAME: copies the file from the bucket to new/NAME; fails if th
   gcloud storage cp --quiet "$FILES/$1" "$root/new/$1" >/dev/null 2>&1
 }
 
+same() { cmp -s "$root/new/$1" "$root/$1"; }
+
 unpack() { # the environment stays, and supervise.py completes it
-  if cmp -s "$root/new/source.tar.gz" "$root/source.tar.gz"; then return; fi
   rm -rf "$root/unpacked"
   mkdir "$root/unpacked"
   tar -xzf "$root/new/source.tar.gz" -C "$root/unpacked"
@@ -23,6 +27,8 @@ unpack() { # the environment stays, and supervise.py completes it
 }
 
 start() { # a stop has a minute to save
+  if active; then systemctl stop rpg; fi
+  if ! same source.tar.gz; then unpack; fi
   cp "$root/new/run.sh" "$root/run.sh"
   systemctl reset-failed rpg 2>/dev/null || true
   systemd-run --quiet --unit=rpg --working-directory="$root/repository" \
@@ -31,37 +37,26 @@ start() { # a stop has a minute to save
     /bin/bash "$root/run.sh"
 }
 
-run() {
-  if ! fetch run.sh; then
-    echo "nothing to run: $FILES/run.sh does not exist"
-  elif gcloud storage ls "$FILES/finished" >/dev/null 2>&1; then
-    echo "already finished"
-  elif gcloud storage ls "$FILES/failed" >/dev/null 2>&1; then
-    echo "given up: launch/tpu up starts it again"
-  elif active && cmp -s "$root/new/run.sh" "$root/run.sh" && cmp -s "$root/new/source.tar.gz" "$root/source.tar.gz"; then
-    echo "already running"
-  else
+look() {
+  local listed asked
+  listed="$(gcloud storage ls --long "$FILES/" 2>/dev/null)" || return 0
+  asked="$(grep '/run\.sh$' <<<"$listed" || true)" # with its time: `up` asks anew with the same file too
+  if [ -z "$asked" ]; then
     if active; then systemctl stop rpg; fi
-    unpack
-    start
-    echo "started"
+    rm -f "$started"
+  elif ! grep -qE '/(finished|failed)$' <<<"$listed" && [ "$asked" != "$(cat "$started" 2>/dev/null)" ]; then
+    fetch source.tar.gz
+    fetch run.sh
+    if ! { active && same run.sh && same source.tar.gz; }; then start; fi
+    echo "$asked" >"$started"
   fi
 }
 
-worker="$(curl -sf -H 'Metadata-Flavor: Google' \
-  http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number || echo 0)"
-if [ "${1:-}" = status ]; then
-  echo "worker $worker: $(systemctl is-active rpg || true): $(tail -n 1 "$log" 2>/dev/null || true)"
-  exit
-fi
 mkdir -p "$root/new"
-exec 9>"$root/lock"
-flock 9
-case "${1:-run}" in
-  run)
-    fetch source.tar.gz
-    run
-    ;;
-  stop) if active; then systemctl stop rpg; fi ;;
-esac
-echo "worker $worker done"
+if [ "${1:-}" = look ]; then
+  look
+elif ! systemctl is-active --quiet rpg-look.timer; then
+  cp "$0" "$root/look.sh"
+  systemd-run --quiet --unit=rpg-look --on-active=1 --on-unit-inactive=60 --timer-property=AccuracySec=5 \
+    /bin/bash "$root/look.sh" look
+fi

@@ -15,7 +15,6 @@ DESCRIPTION = """Runs a config on Cloud TPU under GKE, through XPK.
 COMMANDS = {
     "up": "checks, makes the cluster unless it is there, builds and pushes the image, submits the workload and waits;\n"
     "           then deletes the cluster that it made, and keeps one that was there",
-    "logs": "follows the logs of all pods",
     "status": "shows the workload and the cost of the cluster",
     "stop": "saves and removes the workload; the cluster stays up and costs",
     "delete": "deletes the cluster after asking; runs and checkpoints stay in the bucket",
@@ -88,7 +87,8 @@ def _submit(launch: Launch) -> None:
     create += [f"--restart-on-exit-codes={','.join(map(str, RESTART_ON))}"]
     launch.staging.mkdir(parents=True, exist_ok=True)
     shell.do([*create, f"--output-manifest-file={launch.staging / 'jobset.yaml'}"])
-    shell.report(f"submitted; follow it: launch/xpk logs --name={job.name}")
+    pods = f"--selector=jobset.sigs.k8s.io/jobset-name={job.name} --max-log-requests=1000"
+    shell.report(f"submitted; follow it: kubectl logs --follow --prefix {pods}")
 
 
 def _build(launch: Launch) -> None:
@@ -103,12 +103,6 @@ def _build(launch: Launch) -> None:
     build = ["docker", "build", f"--file={context / 'launch' / 'gke' / 'Dockerfile'}", "--platform=linux/amd64"]
     shell.do([*build, f"--build-arg=COMMIT={files.commit()}", f"--tag={image}", str(context)])
     shell.do(["docker", "push", image])
-
-
-def logs(launch: Launch) -> None:
-    _credentials(launch)
-    pods = [f"--selector=jobset.sigs.k8s.io/jobset-name={launch.job.name}", "--max-log-requests=1000"]
-    launch.shell.follow(["kubectl", "logs", "--follow", "--prefix", "--tail=200", *pods])
 
 
 def status(launch: Launch) -> None:
@@ -189,4 +183,4 @@ def _image(launch: Launch) -> str:
     return launch.options.image or f"{job.region}-docker.pkg.dev/{job.project}/rpg/rpg:{tag}"
 
 
-HANDLERS = {f.__name__: f for f in (up, logs, status, stop, delete)}
+HANDLERS = {f.__name__: f for f in (up, status, stop, delete)}

@@ -123,6 +123,7 @@ def groups_to_bytes(groups: Sequence[Group]) -> bytes:
         "behaviour_logprobs": np.concatenate(
             [np.zeros(0, np.float32), *(x for g in groups for x in g.behaviour_logprobs or ())]
         ),
+        "experts": np.concatenate([np.zeros(0, np.uint8) if c.experts is None else c.experts for c in completions]),
         "rewards": np.concatenate([g.rewards for g in groups]),
         "accuracy": np.concatenate([g.accuracy for g in groups]),
         "parts": np.concatenate([np.zeros((0, 0), np.float32) if g.parts is None else g.parts for g in groups]),
@@ -144,6 +145,8 @@ def groups_from_bytes(packed: bytes) -> list[Group]:
     def split(name: str, lengths: str) -> list[np.ndarray]:
         return np.split(a[name], np.cumsum(a[lengths])[:-1])
 
+    read = a["lengths"] + np.repeat(a["prompt_lengths"], a["group_sizes"])
+    experts = np.split(a["experts"], np.cumsum(read)[:-1]) if a["experts"].size else [None] * len(read)
     completions = [
         Completion(
             tokens,
@@ -151,13 +154,15 @@ def groups_from_bytes(packed: bytes) -> list[Group]:
             reason,
             int(versions[0]),
             turns and Turns.of(**turns, length=len(tokens)),
+            own,
         )
-        for tokens, logprobs, reason, versions, turns in zip(
+        for tokens, logprobs, reason, versions, turns, own in zip(
             split("tokens", "lengths"),
             split("sampler_logprobs", "lengths"),
             texts["finish_reasons"],
             split("versions", "lengths"),
             texts["turns"],
+            experts,
             strict=True,
         )
     ]

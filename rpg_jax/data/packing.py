@@ -279,6 +279,8 @@ def _filled(
     positions, segment_ids = np.zeros((2, B, T), np.int32)
     predictors, completion_ids = np.zeros((2, B, C), np.int32)
     mask, sampler_logprobs = np.zeros((2, B, C), np.float32)
+    recorded = next((c.experts for group in groups for c in group.completions), None)
+    experts = None if recorded is None else np.zeros((B, T, *recorded.shape[1:]), recorded.dtype)
     for row, members in enumerate(rows):
         start, first, segment, branch, last = 0, 0, 0, 0, 0
         before = None  # the group of the completion before
@@ -291,11 +293,15 @@ def _filled(
                 segment, branch, before = segment + 1, 0, p
                 span = slice(start, start + n)
                 tokens[row, span], positions[row, span], segment_ids[row, span] = prompt, np.arange(n), segment
+                if experts is not None and completion.experts is not None:
+                    experts[row, span] = completion.experts[:n]
                 last, start = start + n - 1, start + n
             branch += shape.shared
             span, entries = slice(start, start + m), slice(first, first + m)
             tokens[row, span], positions[row, span] = completion.tokens, n + np.arange(m)
             segment_ids[row, span] = segment + branch * BRANCH
+            if experts is not None and completion.experts is not None:
+                experts[row, span] = completion.experts[n:]
             predictors[row, entries] = np.arange(start - 1, start - 1 + m)
             predictors[row, first : first + min(m, 1)] = last
             targets[row, entries] = completion.tokens
@@ -304,6 +310,6 @@ def _filled(
             sampler_logprobs[row, entries] = completion.logprobs
             where[p, g] = row, first, m
             start, first = start + m, first + m
-    arrays = [tokens, positions, segment_ids, predictors, targets, completion_ids, mask, sampler_logprobs]
+    arrays = [tokens, positions, segment_ids, predictors, targets, completion_ids, mask, experts, sampler_logprobs]
     *rows_, sampled = cast(list[jax.Array], arrays)  # on the host, until they are placed
     return Batch(Rows(*rows_), sampled), where

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import numpy as np
+
 # Beyond any model: a damaged config.json is refused before a million layers are laid out.
 LARGEST = {"vocab_size": 2**24, "num_layers": 1000, "embed_dim": 2**20, "num_heads": 2**14, "num_kv_heads": 2**14}
 LARGEST |= {"head_dim": 2**14, "hidden_dim": 2**24}
@@ -79,6 +81,11 @@ class Experts:
             raise ValueError(f"experts per_token {self.per_token} must be in 1..{self.count}")
         if self.hidden_dim < 1:
             raise ValueError(f"a model with experts needs their hidden_dim >= 1, got {self.hidden_dim}")
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest unsigned integers that number the experts."""
+        return np.min_scalar_type(self.count - 1)
 
 
 @dataclasses.dataclass(frozen=True)

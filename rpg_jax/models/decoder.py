@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -71,6 +70,7 @@ class Decoder(nnx.Module):
         positions: jax.Array,
         segment_ids: jax.Array,
         axes: tuple[str | None, str | None] = ("batch", "length"),
+        experts: jax.Array | None = None,
     ) -> jax.Array:
         """Hidden states [B, T, D] of tokens i32[B, T]; a token attends to itself and earlier tokens of its segment.
 
@@ -78,8 +78,9 @@ class Decoder(nnx.Module):
           positions: i32[B, T], from 0 in every segment.
           segment_ids: i32[B, T], 0 for padding.
           axes: the logical axes of `tokens`.
+          experts: [B, T, L, k], those of each token in each layer; None lets the routers choose. See `MoE.route`.
         """
-        return self._forward(tokens, positions, segment_ids, axes)[0]
+        return self._forward(tokens, positions, segment_ids, axes, experts)[0]
 
     def routed(
         self,
@@ -87,21 +88,25 @@ class Decoder(nnx.Module):
         positions: jax.Array,
         segment_ids: jax.Array,
         axes: tuple[str, str | None] = ("batch", "length"),
+        experts: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
         """The hidden states of `__call__`, and the experts of every token in every layer, [B, T, L, k] of the smallest
         unsigned integers that number them; None without experts."""
-        hidden, _, experts = self._forward(tokens, positions, segment_ids, axes, keep_experts=True)
-        if experts is None or self.config.experts is None:
-            return hidden, None
-        return hidden, jnp.moveaxis(experts, 0, 2).astype(np.min_scalar_type(self.config.experts.count - 1))
+        hidden, _, used = self._forward(tokens, positions, segment_ids, axes, experts, keep_experts=True)
+        return hidden, None if used is None else self._numbered(jnp.moveaxis(used, 0, 2))
 
-    def prefill(self, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, KVCache]:
-        """Hidden states [B, D] at the last token of right-padded prompts i32[B, T], and their cache (S = B, C = T)."""
+    def prefill(
+        self, tokens: jax.Array, lengths: jax.Array, *, keep_experts: bool = False
+    ) -> tuple[jax.Array, KVCache, jax.Array | None]:
+        """Hidden states [B, D] at the last token of right-padded prompts i32[B, T], their cache (S = B, C = T), and
+        with `keep_experts` their experts as in `routed`."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
-        hidden, (k, v), _ = self._forward(tokens, positions, segment_ids, (None, None), keep_kv=True)
+        how = {"keep_kv": True, "keep_experts": keep_experts}
+        hidden, (k, v), experts = self._forward(tokens, positions, segment_ids, (None, None), **how)
         last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-        return last, KVCache(k.transpose(0, 1, 3, 4, 2), v.transpose(0, 1, 3, 2, 4), lengths.astype(jnp.int32))
+        cache = KVCache(k.transpose(0, 1, 3, 4, 2), v.transpose(0, 1, 3, 2, 4), lengths.astype(jnp.int32))
+        return last, cache, None if experts is None else self._numbered(jnp.moveaxis(experts, 0, 2))
 
     def extend(
         self, tokens: jax.Array, lengths: jax.Array, cache: KVCache, slots: jax.Array, starts: jax.Array
@@ -137,10 +142,11 @@ class Decoder(nnx.Module):
         attend_length: int | None = None,
         active: jax.Array | None = None,
         layers: Sequence[Params] | None = None,
-    ) -> tuple[jax.Array, KVCache]:
-        """One new token per slot, i32[S]: its hidden states [S, D], and the cache that holds it.
+    ) -> tuple[jax.Array, KVCache, jax.Array | None]:
+        """One new token per slot, i32[S]: its hidden states [S, D], the cache that holds it, its experts [S, L, k].
 
         Token s is written at cache.lengths[s] and attends to itself and to all tokens before it. Slots are independent.
+        Experts are numbered as in `routed`, and are None in a dense model.
 
         Args:
           attend_length: a promise that no length is larger (static); only so many tokens of a slot are read.
@@ -152,7 +158,8 @@ class Decoder(nnx.Module):
         if not 0 < limit <= cache.capacity:
             raise ValueError(f"attend_length {limit} must be in 1..{cache.capacity}, the cache's capacity")
         if layers is not None:
-            return self._decode_unrolled(tokens, layers, cache, limit, active)
+            x, cache, experts = self._decode_unrolled(tokens, layers, cache, limit, active)
+            return x, cache, self._numbered(jnp.concatenate(experts, 1)) if self.config.experts else None
         axes = ("slots", None)
         table = rope_tables(self.config, cache.lengths[:, None])
         graphdef, weights = nnx.split(self.layers)
@@ -165,21 +172,22 @@ class Decoder(nnx.Module):
             def attend(q, k, v):
                 return over_cache(q[:, 0], k[:, 0], v[:, 0], index)[:, None]
 
-            x, k, v, _ = nnx.merge(graphdef, weights)(x, table, attend, axes)
-            return x, (k[:, 0], v[:, 0])
+            x, k, v, experts = nnx.merge(graphdef, weights)(x, table, attend, axes)
+            return x, (k[:, 0], v[:, 0], experts)
 
         # The cache is only read inside the scan; carrying it would copy it at every layer.
         inputs = (weights, jnp.arange(self.config.num_layers))
-        x, (k, v) = jax.lax.scan(layer, self._embed(tokens[:, None], axes), inputs)
-        return self._final(x)[:, 0], cache.append(k, v, active=active, implementation=implementation)
+        x, (k, v, experts) = jax.lax.scan(layer, self._embed(tokens[:, None], axes), inputs)
+        cache = cache.append(k, v, active=active, implementation=implementation)
+        return self._final(x)[:, 0], cache, None if experts is None else self._numbered(experts[:, :, 0].swapaxes(0, 1))
 
     def _decode_unrolled(
         self, tokens: jax.Array, layers: Sequence[Params], cache: KVCache, limit: int, active: jax.Array | None
-    ) -> tuple[jax.Array, KVCache]:
-        """`decode` with an unstacked cache. Each layer's cache is written before it is read: XLA would copy it
-        otherwise."""
+    ) -> tuple[jax.Array, KVCache, list[Any]]:
+        """`decode` with an unstacked cache, and each layer's experts [S, 1, k]. Each layer's cache is written before it
+        is read: XLA would copy it otherwise."""
         axes, table = ("slots", None), rope_tables(self.config, cache.lengths[:, None])
-        graphdef, held = nnx.graphdef(self.layers), []
+        graphdef, held, chosen = nnx.graphdef(self.layers), [], []
         x = self._embed(tokens[:, None], axes)
         for i, weights in enumerate(layers):
 
@@ -188,9 +196,10 @@ class Decoder(nnx.Module):
                 held.append((keys, values))
                 return layer_attention(q[:, 0], keys[..., :limit], values[..., :limit, :], cache.lengths + 1)[:, None]
 
-            x, *_ = nnx.merge(graphdef, weights)(x, table, attend, axes)
+            x, *_, experts = nnx.merge(graphdef, weights)(x, table, attend, axes)
+            chosen.append(experts)
         keys, values = zip(*held, strict=True)
-        return self._final(x)[:, 0], replace(cache, keys=keys, values=values, lengths=cache.lengths + 1)
+        return self._final(x)[:, 0], replace(cache, keys=keys, values=values, lengths=cache.lengths + 1), chosen
 
     def decodes_unrolled(self, cache: KVCache) -> bool:
         """Whether a loop over tokens is faster with `unstacked_layers`: on CPUs, for few layers and no int8 cache."""
@@ -231,7 +240,14 @@ class Decoder(nnx.Module):
     def _final(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.final_norm[...], self.config.rms_norm_eps)
 
-    def _forward(self, tokens, positions, segment_ids, axes, *, keep_kv: bool = False, keep_experts: bool = False):
+    def _numbered(self, experts: jax.Array) -> jax.Array:
+        """Numbers of experts in the smallest unsigned integers that have them."""
+        assert self.config.experts is not None
+        return experts.astype(self.config.experts.dtype)
+
+    def _forward(
+        self, tokens, positions, segment_ids, axes, experts=None, *, keep_kv: bool = False, keep_experts: bool = False
+    ):
         """Hidden states [B, T, D], and where they are kept k and v [L, B, T, K, H] and experts i32[L, B, T, k]."""
         table = rope_tables(self.config, positions)
         graphdef, weights = nnx.split(self.layers)
@@ -239,15 +255,17 @@ class Decoder(nnx.Module):
         def attend(q, k, v):
             return attention(q, k, v, segment_ids, axes=axes, implementation=self.attention)
 
-        def layer(x, weights):
+        def layer(x, inputs):
+            weights, recorded = inputs
             x = checkpoint_name(x, "layer_input")
-            x, k, v, experts = nnx.merge(graphdef, weights)(x, table, attend, axes)
-            return x, ((k, v) if keep_kv else None, experts if keep_experts else None)
+            x, k, v, used = nnx.merge(graphdef, weights)(x, table, attend, axes, recorded)
+            return x, ((k, v) if keep_kv else None, used if keep_experts else None)
 
         if REMAT[self.remat] is not None and not keep_kv:
             layer = jax.checkpoint(layer, policy=REMAT[self.remat], prevent_cse=False)
-        x, (kv, experts) = jax.lax.scan(layer, self._embed(tokens, axes), weights)
-        return self._final(x), kv, experts
+        inputs = weights, None if experts is None else jnp.moveaxis(experts, 2, 0)
+        x, (kv, used) = jax.lax.scan(layer, self._embed(tokens, axes), inputs)
+        return self._final(x), kv, used
 
 
 def abstract(

@@ -69,7 +69,7 @@ class MLP(nnx.Module):
         self.up = declare.matrix((D, F), ("embed", "hidden"), fan_in=D)
         self.down = declare.matrix((F, D), ("hidden", "embed"), fan_in=F * 2 * config.num_layers)
 
-    def __call__(self, x: jax.Array, axes) -> tuple[jax.Array, None]:
+    def __call__(self, x: jax.Array, axes, recorded: jax.Array | None = None) -> tuple[jax.Array, None]:
         """(the layer's output, None): a dense layer has no experts to choose."""
         return swiglu(x, self.gate[...], self.up[...], self.down[...], axes), None
 
@@ -85,13 +85,13 @@ class Block(nnx.Module):
         self.mlp = MoE(config, config.experts, declare) if config.experts else MLP(config, declare)
 
     def __call__(
-        self, x: jax.Array, table, attend: Callable, axes
+        self, x: jax.Array, table, attend: Callable, axes, recorded: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """The next x [B, T, D], this layer's k and v [B, T, K, H], and the experts that its tokens go to, i32[B, T, k],
-        or None without experts. `attend(q, k, v)` mixes tokens."""
+        or None without experts. `attend(q, k, v)` mixes tokens; `recorded` is of `MoE.route`."""
         q, k, v = self.attention.project(rms_norm(x, self.attention_norm[...], self.eps), table, axes)
         x = constrain(x + self.attention.output(attend(q, k, v), axes), *axes, None)
-        mixed, experts = self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), axes)
+        mixed, experts = self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), axes, recorded)
         return constrain(x + mixed, *axes, None), k, v, experts
 
 

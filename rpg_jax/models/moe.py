@@ -29,9 +29,9 @@ class MoE(nnx.Module):
         self.up = declare.matrix((E, D, F), ("experts", "embed", "hidden"), fan_in=D)
         self.down = declare.matrix((E, F, D), ("experts", "hidden", "embed"), fan_in=F * 2 * config.num_layers)
 
-    def __call__(self, x: jax.Array, axes) -> tuple[jax.Array, jax.Array]:
-        """The mixture [B, T, D] of x [B, T, D], and the experts that mix it, i32[B, T, k]; `axes` names B and T."""
-        weights, experts = self.route(x)
+    def __call__(self, x: jax.Array, axes, recorded: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """The mixture [B, T, D] of x [B, T, D], and its experts i32[B, T, k], see `route`; `axes` names B and T."""
+        weights, experts = self.route(x, recorded)
         matrices = self.gate[...], self.up[...], self.down[...]
         tokens = partition_spec(*axes, None)
         if tokens is None:
@@ -50,10 +50,19 @@ class MoE(nnx.Module):
         sharded = jax.shard_map(mix, in_specs=specs, out_specs=tokens, check_vma=False)
         return sharded(x, weights, experts, *matrices).astype(x.dtype), experts
 
-    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Mixture weights f32[B, T, k] and expert indices i32[B, T, k] of x [B, T, D]."""
+    def route(self, x: jax.Array, recorded: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """Mixture weights f32[B, T, k] and expert indices i32[B, T, k] of x [B, T, D].
+
+        `recorded` [B, T, k] replaces the choice of experts (rollout routing replay, arXiv:2510.11370). Their weights
+        are this router's, with its gradient.
+        """
         logits = jnp.einsum("btd,de->bte", x, self.router[...].astype(x.dtype), preferred_element_type=jnp.float32)
-        weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.k)
+        probabilities = jax.nn.softmax(logits, axis=-1)
+        if recorded is None:
+            weights, experts = jax.lax.top_k(probabilities, self.k)
+        else:
+            experts = recorded.astype(jnp.int32)
+            weights = jnp.take_along_axis(probabilities, experts, axis=-1)
         if self.renormalise:
             weights = weights / weights.sum(-1, keepdims=True)
         return weights, experts

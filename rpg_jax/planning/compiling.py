@@ -146,17 +146,25 @@ def operations(layout: Layout, decoding: Decoding, critic: Critic | None = None)
     return {name: flops / chips for name, flops in found.items()} | sampling
 
 
-def batch_of(shape: RowShape, sharding: NamedSharding, *, critic: bool = False) -> Batch:
-    """A micro-batch of this shape with the columns that an update reads; `critic` adds a critic's columns."""
+def batch_of(
+    shape: RowShape, sharding: NamedSharding, *, critic: bool = False, mixture: DecoderConfig | None = None
+) -> Batch:
+    """A micro-batch of this shape with the columns that an update reads.
 
-    def array(width: int, dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct((shape.rows, width), dtype, sharding=sharding)
+    `critic` adds a critic's columns, and `mixture` the experts of a mixture of that config.
+    """
+
+    def array(width: int, dtype: Any, *each: int) -> Any:
+        return jax.ShapeDtypeStruct((shape.rows, width, *each), dtype, sharding=sharding)
 
     ids, targets = array(shape.length, jnp.int32), array(shape.completion_length, jnp.int32)
     column = array(shape.completion_length, jnp.float32)
     own = ("rewards", "values", "returns") if critic else ()
     columns = dict.fromkeys(("behaviour_logprobs", "ref_logprobs", "advantages", *own), column)
-    return Batch(Rows(ids, ids, ids, targets, targets, targets, column), column, **columns)
+    experts = None
+    if mixture is not None and mixture.experts is not None:
+        experts = array(shape.length, mixture.experts.dtype, mixture.num_layers, mixture.experts.per_token)
+    return Batch(Rows(ids, ids, ids, targets, targets, targets, column, experts), column, **columns)
 
 
 def with_anchor(programs: Programs, batch: Batch, layout: Layout) -> tuple[Programs, Batch]:
@@ -178,7 +186,8 @@ def training(layout: Layout, learner: Learner) -> Iterator[tuple[str, jax.stages
     """The log-prob pass, a critic's values, then the update: in one program, or in three for several micro-batches."""
     c, shape, state = layout.config, row_shape(layout.config), learner.like
     programs = learner_programs(layout, learner, base=layout.abstract_base)
-    batch = batch_of(shape, layout.row_sharding, critic=learner.critic is not None)
+    mixture = layout.model if c.model.replay_experts else None
+    batch = batch_of(shape, layout.row_sharding, critic=learner.critic is not None, mixture=mixture)
     if c.loss.estimator == "exact":
         programs, batch = with_anchor(programs, batch, reference_layout(layout))
     yield "log-probs", programs.logprobs.lower(state.params, batch.rows)

@@ -20,10 +20,12 @@ MAX_STOP_TOKENS = 8
 
 @flax.struct.dataclass
 class Prefix:
-    """Prefilled prompts: the hidden states [P, D] that predict their first completion tokens, and their cache."""
+    """Prefilled prompts: the hidden states [P, D] that predict their first completion tokens, their cache, and if they
+    are recorded their experts [P, T, L, k]."""
 
     hidden: jax.Array
     cache: KVCache
+    experts: jax.Array | None = None
 
 
 @flax.struct.dataclass
@@ -231,6 +233,7 @@ class DecodeResult:
       counts: i32[S], number of tokens that each slot drew.
       active: bool[S], slots whose completion goes on.
       emitted: i32[S], number of tokens of each slot's completion so far.
+      experts: [S, K, L, k], the experts of each token in each layer; None if they are not recorded.
     """
 
     tokens: Any
@@ -238,3 +241,4 @@ class DecodeResult:
     counts: Any
     active: Any
     emitted: Any
+    experts: Any = None

@@ -29,6 +29,7 @@ class Decoding:
       dtype: the dtype of the decoding weights; None for the trainer's dtype.
       int8: round the matrices of the decoding weights' layers to eight bits; see `models.weights.quantized`.
       int8_kv: keep keys and values in eight bits, with one scale per token and head.
+      record_experts: completions carry the experts of every token, see `types.Completion`; for a mixture only.
       mesh: the devices that decode; None for JAX's default device. Slots and key-value heads are spread over them, and
         results are replicated.
       rules: from logical axes to axes of `mesh`.
@@ -49,6 +50,7 @@ class Decoding:
     dtype: Any = None
     int8: bool = False
     int8_kv: bool = False
+    record_experts: bool = False
     mesh: jax.sharding.Mesh | None = None
     rules: parallel.Rules = dataclasses.field(default_factory=lambda: parallel.RULES)
     shardings: Any = None

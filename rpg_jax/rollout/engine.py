@@ -22,6 +22,7 @@ from flax import nnx
 
 from rpg_jax import parallel
 from rpg_jax.models import DecoderConfig
+from rpg_jax.models.logical import constrain
 from rpg_jax.rollout.decode_state import DecodeResult, DecodeState, Extension, Extensions, Insertion, Insertions, Prefix
 from rpg_jax.rollout.decoding import Decoding, attention_bucket, prompt_bucket
 from rpg_jax.rollout.sampling import token_keys
@@ -65,9 +66,9 @@ class DecodeEngine:
         with weights.pinned() as params, self._scope():
             module = nnx.merge(graphdef, params)
             dtype, self._ragged = module.compute_dtype, module.decode_attention == "ragged"
-            rules, int8 = tuple(decoding.rules.items()), decoding.int8_kv
+            rules, how = tuple(decoding.rules.items()), (dtype, decoding.int8_kv, decoding.record_experts)
             sizes = decoding.slots // decoding.threads, decoding.capacity, decoding.steps_per_dispatch
-            self._programs = _make_programs(config, graphdef, *sizes, dtype, int8, decoding.mesh, rules)
+            self._programs = _make_programs(config, graphdef, *sizes, *how, decoding.mesh, rules)
         self._threads = [ThreadPoolExecutor(1, f"rpg-decode-{i}") for i in range(decoding.threads)]
 
     def init_decode_state(self) -> State:
@@ -137,7 +138,8 @@ class DecodeEngine:
         parts = jax.device_get(drawn)  # [S / n, …] of each thread
         merged = jax.tree.map(lambda *arrays: np.stack(arrays, 1).reshape(-1, *arrays[0].shape[1:]), *parts)
         taken = int(merged.counts.max())
-        return replace(merged, tokens=merged.tokens[:, :taken], logprobs=merged.logprobs[:, :taken])
+        by_step = {name: getattr(merged, name) for name in ("tokens", "logprobs", "experts")}
+        return replace(merged, **{name: None if x is None else x[:, :taken] for name, x in by_step.items()})
 
     def score(self, tokens: np.ndarray) -> Scores:
         """The scores of the tokens i32[T] of a text, on the host, with K = `TOP_TOKENS` or the vocabulary's size."""
@@ -208,6 +210,7 @@ def _make_programs(
     steps: int,
     dtype: Any,
     int8_kv: bool,
+    record_experts: bool,
     mesh: jax.sharding.Mesh | None,
     rules: tuple[tuple[str, Any], ...],
 ) -> _Programs:
@@ -218,10 +221,10 @@ def _make_programs(
         state = parallel.shardings(DecodeState.logical_axes(int8_kv=int8_kv), shapes, mesh, dict(rules))
         drawn = jax.NamedSharding(mesh, jax.P())
         shapes = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, state)
-    generate = functools.partial(_decode_steps, graphdef, steps)
+    generate = functools.partial(_decode_steps, graphdef, steps, record_experts)
     return _Programs(
         init=jax.jit(empty, out_shardings=state),
-        prefill=jax.jit(functools.partial(_prefill_prompts, graphdef)),
+        prefill=jax.jit(functools.partial(_prefill_prompts, graphdef, record_experts)),
         score=jax.jit(functools.partial(_score_text, graphdef), out_shardings=drawn),
         insert=jax.jit(DecodeState.insert, donate_argnums=0, out_shardings=state),
         extend=jax.jit(functools.partial(_extend_slots, graphdef), donate_argnums=1, out_shardings=state),
@@ -231,10 +234,14 @@ def _make_programs(
     )
 
 
-def _prefill_prompts(graphdef: nnx.GraphDef, params: Any, tokens: jax.Array, lengths: jax.Array) -> Prefix:
+def _prefill_prompts(
+    graphdef: nnx.GraphDef, record: bool, params: Any, tokens: jax.Array, lengths: jax.Array
+) -> Prefix:
     module = nnx.merge(graphdef, params)
     with module.full_precision():
-        return Prefix(*module.prefill(tokens, lengths))
+        hidden, cache, experts = module.prefill(tokens, lengths, keep_experts=record)
+    # Every host reads the experts, as it reads the result of a dispatch.
+    return Prefix(hidden, cache, None if experts is None else constrain(experts, None, None, None, None))
 
 
 def _score_text(graphdef: nnx.GraphDef, params: Any, tokens: jax.Array, length: jax.Array) -> Scores:
@@ -259,7 +266,13 @@ def _extend_slots(graphdef: nnx.GraphDef, params: Any, state: DecodeState, rows:
 
 
 def _decode_steps(
-    graphdef: nnx.GraphDef, steps: int, params: Any, state: DecodeState, idle: jax.Array, attend_length: int
+    graphdef: nnx.GraphDef,
+    steps: int,
+    record: bool,
+    params: Any,
+    state: DecodeState,
+    idle: jax.Array,
+    attend_length: int,
 ) -> tuple[DecodeState, DecodeResult]:
     """Runs up to `steps` decode steps. It ends early when `idle` slots have become idle, or when all slots are."""
     module = nnx.merge(graphdef, params)
@@ -269,24 +282,29 @@ def _decode_steps(
         state = replace(state, cache=state.cache.unstacked())
 
     def step(carry):
-        i, state, tokens, logprobs, counts = carry
+        i, state, tokens, logprobs, counts, kept = carry
         drawn, logprob = state.sampling.draw(module.logits(state.hidden), token_keys(state.keys, state.emitted))
         emitted = state.emitted + state.active
         how = {"attend_length": attend_length, "active": state.active, "layers": layers}
-        hidden, cache = module.decode(drawn, state.cache, **how)
+        hidden, cache, experts = module.decode(drawn, state.cache, **how)
         following = replace(state, cache=cache, hidden=hidden, emitted=emitted)
         following = following.stop(state.sampling.ends(drawn, emitted))
         tokens, logprobs = tokens.at[:, i].set(drawn), logprobs.at[:, i].set(-jnp.abs(logprob))
-        return i + 1, following, tokens, logprobs, counts + state.active
+        kept = kept.at[:, i].set(experts) if record else None
+        return i + 1, following, tokens, logprobs, counts + state.active, kept
 
     def unfinished(carry):
         i, state, *_ = carry
         return (i < steps) & (state.active.sum() > floor)
 
     blank = jnp.zeros((state.active.size, steps), jnp.int32)
-    start = (jnp.int32(0), state, blank, blank.astype(jnp.float32), jnp.zeros(state.active.size, jnp.int32))
+    counts, kept = jnp.zeros(state.active.size, jnp.int32), None
+    if record:
+        own = module.config.experts
+        kept = jnp.zeros((*blank.shape, module.config.num_layers, own.per_token), own.dtype)
+    start = (jnp.int32(0), state, blank, blank.astype(jnp.float32), counts, kept)
     with module.full_precision():
-        _, state, tokens, logprobs, counts = jax.lax.while_loop(unfinished, step, start)
+        _, state, tokens, logprobs, counts, kept = jax.lax.while_loop(unfinished, step, start)
     if layers:
         state = replace(state, cache=state.cache.stacked())
-    return state, DecodeResult(tokens, logprobs, counts, state.active, state.emitted)
+    return state, DecodeResult(tokens, logprobs, counts, state.active, state.emitted, kept)

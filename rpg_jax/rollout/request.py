@@ -135,6 +135,7 @@ class Transcript:
 
     Attributes:
       tokens, logprobs: i32[n] and f32[n]; an observation's log-probabilities are 0.
+      experts: [n, L, k], see `types.Completion`; none if they are not recorded.
       spans: for each piece, the version of the weights and the number of tokens.
       count: the number of tokens.
       turn_start: the number of tokens before the present turn.
@@ -145,6 +146,7 @@ class Transcript:
 
     tokens: list[np.ndarray] = dataclasses.field(default_factory=list)
     logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
+    experts: list[np.ndarray] = dataclasses.field(default_factory=list)
     spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     count: int = 0
     turn_start: int = 0
@@ -153,12 +155,13 @@ class Transcript:
     error: str | None = None
     cut: FinishReason | None = None
 
-    def extend(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+    def extend(self, tokens: np.ndarray, logprobs: np.ndarray, version: int, experts: np.ndarray | None = None) -> None:
         """Adds tokens that weights of `version` drew, or read as an observation."""
         if not len(tokens):
             return
         self.tokens.append(tokens)
         self.logprobs.append(logprobs)
+        self.experts += [] if experts is None else [experts]
         self.spans.append((version, len(tokens)))
         self.count += len(tokens)
 
@@ -182,6 +185,7 @@ class Row:
       environment: answers the completion's turns; None for a completion of one turn.
       channel: a driver with threads reports this row here; None for other drivers.
       prompt_row: the row of the prefill that has the tokens so far.
+      prompt_experts: the `Prefix.experts` of that prefill, which wait on the device until a completion needs them.
       cancelled: the caller no longer wants the completion; its slot is freed at the next dispatch.
       transcript: the tokens of the policy and of the environment, in order.
       made: the completion, once it has ended.
@@ -194,6 +198,7 @@ class Row:
     environment: Responder | None = None
     channel: Any = None
     prompt_row: int = 0
+    prompt_experts: Any = None
     cancelled: bool = False
     transcript: Transcript = dataclasses.field(default_factory=Transcript)
     made: Completion | None = None
@@ -247,10 +252,14 @@ class Row:
         if self.made is None:
             transcript = self.transcript
             tokens, logprobs = np.concatenate(transcript.tokens), np.concatenate(transcript.logprobs)
-            version, turns = transcript.spans[0][0], None
+            version, turns, experts = transcript.spans[0][0], None, None
             if self.environment is not None:
                 turns = Turns.of(transcript.observations, transcript.rewards, transcript.error, length=transcript.count)
-            self.made = Completion(tokens, logprobs, transcript.cut or self._reason(tokens), version, turns)
+            if transcript.experts:
+                prompt = np.asarray(self.prompt_experts)[self.prompt_row, : len(self.prompt)]
+                experts = np.concatenate([prompt, *transcript.experts])
+            reason = transcript.cut or self._reason(tokens)
+            self.made = Completion(tokens, logprobs, reason, version, turns, experts)
         return self.made
 
     def _reason(self, tokens: np.ndarray) -> FinishReason:

@@ -213,7 +213,9 @@ class Schedule:
 
     def add(self, prefix: Prefix, rows: Sequence[Row]) -> None:
         """Queues rows whose prompts are prefilled."""
-        self._waiting.extend((prefix, row) for row in rows)
+        for row in rows:
+            row.prompt_experts = prefix.experts
+            self._waiting.append((prefix, row))
 
     def release_state(self) -> None:
         """Frees the cache; the next `fill` allocates it again."""
@@ -264,7 +266,9 @@ class Schedule:
         drawn = self.engine.fetch(parts)
         for slot, row in self.live.items():
             count = drawn.counts[slot]
-            row.transcript.extend(drawn.tokens[slot, :count].copy(), drawn.logprobs[slot, :count].copy(), version)
+            experts = None if drawn.experts is None else drawn.experts[slot, :count].copy()
+            tokens, logprobs = drawn.tokens[slot, :count].copy(), drawn.logprobs[slot, :count].copy()
+            row.transcript.extend(tokens, logprobs, version, experts)
         steps, tokens, usage = int(drawn.counts.max()), int(drawn.counts.sum()), self._usage
         usage.decode_s += time.perf_counter() - began
         usage.steps += steps

@@ -90,6 +90,8 @@ class Checkpointing:
         if self.journal is None:
             return None
         settings = {"driver": c.rollout.driver, "int8_kv": c.rollout.int8_kv, "compute_dtype": c.model.compute_dtype}
+        if c.model.replay_experts:
+            settings |= {"experts": "recorded"}
         if c.environment.name is not None:
             names = ("name", "options", "max_turns", "turn_tokens")
             settings |= {f"environment.{name}": c.environment[name] for name in names}

@@ -76,8 +76,9 @@ class Drift:
           Refused: the snapshot of the initial policy is missing or damaged.
         """
         batch, initial = self.pack(groups), self.snapshots.restore(0, self.like)
-        present, entropies = zip(*(self.logprobs(params, b.rows)[:2] for b in batch.batches), strict=True)
-        before = (self.logprobs(initial, b.rows)[0] for b in batch.batches)
+        rows = [b.rows.unrouted for b in batch.batches]
+        present, entropies = zip(*(self.logprobs(params, own)[:2] for own in rows), strict=True)
+        before = (self.logprobs(initial, own)[0] for own in rows)
         ratios = [new - old for new, old in zip(present, before, strict=True)]
         kl = [np.mean([x.sum() for x in group]) for group in batch.of_sampled(ratios)]
         tokens = [x for group in batch.of_sampled(entropies) for x in group]

@@ -215,6 +215,7 @@ def make_decoding(layout: Layout) -> rollout.Decoding:
         dtype=None if m.compute_dtype == m.param_dtype else jnp.dtype(m.compute_dtype),
         int8=c.rollout.int8,
         int8_kv=c.rollout.int8_kv,
+        record_experts=m.replay_experts,
         mesh=mesh,
         rules=rules,
         shardings=shardings,

@@ -47,7 +47,8 @@ _MAY_CHANGE = (
     *("train.steps", "warm_start.dir", "rollout.max_sampler_gap"),
 )
 START_FROM = "run.start_from"  # of the section `run` this field alone decides numbers
-_AS_BEFORE = (START_FROM, "reference.path")  # without a value, a run is what the versions without the field made
+# Without a value, a run is what the versions without the field made.
+_AS_BEFORE = (START_FROM, "reference.path", "model.replay_experts")
 _PACKAGES = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "google-jetstream", "numpy"),
     *("ml-collections", "libtpu", "tensorstore"),

@@ -53,7 +53,6 @@ def make_served(experiment: Experiment, params: Any, base: models.Base | None = 
         _home(c.weights, config.run.name),
         models.Saving(layout.model, m.compute_dtype, head=kind.head, max_file_bytes=_FILE_BYTES, **known),
         balance.use,
-        announce=balance.announce,
         dtype=None if m.compute_dtype == m.param_dtype else jnp.dtype(m.compute_dtype),
         base=base,
         probe=None if kind.counters else _probe(experiment),

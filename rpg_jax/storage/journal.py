@@ -14,8 +14,8 @@ A record is a group of completions with the key under which it was sampled:
     magic    8 bytes
     lengths  2 × u32, little-endian: of text and of arrays, in bytes
     digest   32 bytes, SHA-256 of lengths, text and arrays
-    text     JSON: key; lengths, finish_reasons and turns of the completions
-    arrays   i32[n] tokens, then f32[n] log-probabilities; n tokens in all
+    text     JSON: key; lengths, finish_reasons and turns of the completions; dtype and shapes of their experts, if any
+    arrays   i32[n] tokens, then f32[n] log-probabilities; n tokens in all; then the experts
 
 Records follow each other in a file. A record that is cut short or changed is skipped, and reading goes on at the next
 magic.
@@ -279,7 +279,11 @@ def to_bytes(key: Key, completions: Sequence[Completion]) -> bytes:
         "finish_reasons": [c.finish_reason for c in completions],
         "turns": [c.turns and c.turns.record() for c in completions],
     }
-    body, arrays = json.dumps(text).encode(), tokens.tobytes() + logprobs.tobytes()
+    experts = [c.experts for c in completions if c.experts is not None]
+    if experts:
+        text |= {"experts": [experts[0].dtype.str, [one.shape for one in experts]]}
+    arrays = b"".join([tokens.tobytes(), logprobs.tobytes(), *(one.tobytes() for one in experts)])
+    body = json.dumps(text).encode()
     lengths = _LENGTHS.pack(len(body), len(arrays))
     return _HEAD.pack(_MAGIC, lengths, hashlib.sha256(lengths + body + arrays).digest()) + body + arrays
 
@@ -317,21 +321,26 @@ def _record(whole: memoryview) -> Record:
     _, lengths, _ = _HEAD.unpack_from(whole)
     middle = _HEAD.size + _LENGTHS.unpack(lengths)[0]
     text = json.loads(bytes(whole[_HEAD.size : middle]))
-    tokens, logprobs = np.split(np.frombuffer(whole[middle:], "<i4"), 2)
-    ends = np.cumsum(text["lengths"])[:-1]
+    count, ends = sum(text["lengths"]), np.cumsum(text["lengths"])[:-1]
+    tokens, logprobs = np.frombuffer(whole[middle:], "<i4", 2 * count).reshape(2, -1)
     # Copies, so that the bytes of the file are freed and the arrays can be written to, as a rollout's can.
     parts = zip(
         np.split(tokens.astype(np.int32), ends),
         np.split(logprobs.view("<f4").astype(np.float32), ends),
         text["finish_reasons"],
         text["turns"],
+        _experts(whole[middle + 8 * count :], *text["experts"]) if "experts" in text else [None] * len(text["turns"]),
         strict=True,
     )
     version = text["key"]["version"]
-    return Record(
-        text["key"],
-        [
-            Completion(tokens, logprobs, reason, version, turns=turns and Turns.of(**turns, length=len(tokens)))
-            for tokens, logprobs, reason, turns in parts
-        ],
-    )
+    made = [
+        Completion(tokens, logprobs, reason, version, turns and Turns.of(**turns, length=len(tokens)), experts)
+        for tokens, logprobs, reason, turns, experts in parts
+    ]
+    return Record(text["key"], made)
+
+
+def _experts(data: memoryview, dtype: str, shapes: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """The experts of each completion."""
+    parts = np.split(np.frombuffer(data, dtype), np.cumsum([math.prod(shape) for shape in shapes])[:-1])
+    return [part.reshape(shape).copy() for part, shape in zip(parts, shapes, strict=True)]

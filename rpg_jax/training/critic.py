@@ -63,7 +63,8 @@ class Critic:
 
     def values(self, params: Any, rows: Rows) -> jax.Array:
         """V f32[B, C] of the states before the completion tokens, from the critic's parameters."""
-        hidden = completion_hidden(nnx.merge(self.graphdef, {k: v for k, v in params.items() if k != _HEAD}), rows)
+        model = nnx.merge(self.graphdef, {k: v for k, v in params.items() if k != _HEAD})
+        hidden = completion_hidden(model, rows.unrouted)
         head = params[_HEAD]
         return jnp.einsum("bcd,d->bc", hidden.astype(jnp.float32), head["weight"]) + head["bias"]
 

@@ -18,7 +18,7 @@ from rpg_jax.training.objective import Advantages
 from rpg_jax.training.reference import Reference
 from rpg_jax.training.state import TrainState
 from rpg_jax.training.step import Anchor, Programs
-from rpg_jax.types import Batch
+from rpg_jax.types import Rows
 
 Packed = RolloutBatch[Group]
 
@@ -67,10 +67,10 @@ class Algorithm:
     experts: int = 0
     fault: Callable[[int, Mapping[str, float], Sequence[Mapping[str, float]]], str | None] = lambda *_: None
 
-    def logprobs(self, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    def logprobs(self, params: Any, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Log-probs and entropies f32[B, C] of a micro-batch, and its experts [B, C, L, k]."""
         beat()
-        return self.programs.logprobs(params, batch.rows)
+        return self.programs.logprobs(params, rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,20 +172,23 @@ def add_logprobs(a: Algorithm, batch: Packed, state: TrainState, *, reference: b
 def _reference_pass(
     a: Algorithm, batch: Packed, state: TrainState, present: tuple[jax.Array, ...] | None = None
 ) -> tuple[jax.Array, ...]:
-    """log π_ref of all micro-batches. `present` are the log-probs of the present policy, where they are known."""
+    """log π_ref of all micro-batches. `present` are the log-probs of the present policy, where they are known.
+
+    A reference that is not the present policy chooses its own experts: the recorded experts are the policy's.
+    """
     coincides = a.reference.coincides()
     if coincides and present is not None:
         return present
     params = state.params if coincides else a.reference.params()
     of = a if a.reference.programs is None else dataclasses.replace(a, programs=a.reference.programs)
-    return tuple(of.logprobs(params, b)[0] for b in batch.batches)
+    return tuple(of.logprobs(params, b.rows if coincides else b.rows.unrouted)[0] for b in batch.batches)
 
 
 def _present_pass(a: Algorithm, batch: Packed, state: TrainState) -> tuple[tuple[jax.Array, ...], Metrics]:
     """Log-probs of all micro-batches under the present weights, and the metrics of this pass."""
     present, sums, load = [], [], []
     for b in batch.batches:
-        logprobs, entropy, experts = a.logprobs(state.params, b)
+        logprobs, entropy, experts = a.logprobs(state.params, b.rows)
         present.append(logprobs)
         sums.append({"entropy": sum_and_weight(entropy, b.mask)})
         if experts is not None:
@@ -210,14 +213,16 @@ def with_behaviour_logprobs(a: Algorithm, groups: Sequence[Group], state: TrainS
     if not groups:
         return []
     batch = a.pack(groups)
-    known = batch.packing.gather([a.logprobs(state.params, b)[0] for b in batch.batches])
+    known = batch.packing.gather([a.logprobs(state.params, b.rows)[0] for b in batch.batches])
     return [dataclasses.replace(g, behaviour_logprobs=x) for g, x in zip(groups, known, strict=True)]
 
 
 def anchor_of(a: Algorithm, state: TrainState) -> Anchor:
     """The reference of a step's updates. It is a copy where it is the present policy, whose arrays updates donate."""
     coincides, programs = a.reference.coincides(), a.reference.programs or a.programs
-    return programs.anchor(jax.tree.map(jnp.copy, state.params) if coincides else a.reference.params())
+    if coincides:
+        return programs.anchor(jax.tree.map(jnp.copy, state.params), replays=True)
+    return programs.anchor(a.reference.params())
 
 
 def update(a: Algorithm, batch: Packed, state: TrainState, step: int) -> tuple[TrainState, Metrics, list]:

@@ -29,7 +29,7 @@ def policy_logprobs(
     """
     model = nnx.merge(graphdef, params)
     with model.full_precision():
-        hidden, experts = model.routed(rows.tokens, rows.positions, rows.segment_ids)
+        hidden, experts = model.routed(rows.tokens, rows.positions, rows.segment_ids, experts=rows.experts)
         if experts is not None:
             experts = jnp.take_along_axis(experts, rows.predictors[..., None, None], axis=1)
         return *token_logprobs(model, _predictors(hidden, rows), rows, temperature, entropy), experts
@@ -40,7 +40,7 @@ def completion_hidden(model: Any, rows: Rows) -> jax.Array:
 
     A NaN outside the mask would reach the gradient of the whole head, as 0 · NaN.
     """
-    return _predictors(model(rows.tokens, rows.positions, rows.segment_ids), rows)
+    return _predictors(model(rows.tokens, rows.positions, rows.segment_ids, experts=rows.experts), rows)
 
 
 def _predictors(hidden: jax.Array, rows: Rows) -> jax.Array:

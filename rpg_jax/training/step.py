@@ -110,9 +110,10 @@ class Programs(NamedTuple):
     apply: Program
     baseline: Program | None = None
 
-    def anchor(self, params: Any) -> Anchor:
-        """The policy with these weights as the reference of updates."""
-        return Anchor(functools.partial(self.hidden, params), self.head(params))
+    def anchor(self, params: Any, *, replays: bool = False) -> Anchor:
+        """The model with these weights as the reference of updates. `replays`: it uses the experts of the rows."""
+        hidden = self.hidden if replays else lambda params, rows: self.hidden(params, rows.unrouted)
+        return Anchor(functools.partial(hidden, params), self.head(params))
 
     def beside(self, anchor: Anchor) -> Programs:
         """The same programs, with the head of `anchor` in those of an update."""

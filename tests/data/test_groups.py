@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+import pytest
 
 from rpg_jax import data
 from rpg_jax.data.groups import (
@@ -74,6 +75,21 @@ def test_pending_groups_are_the_same_bits_after_a_checkpoint():
         for x, y in zip(*arrays, strict=True):
             assert x.dtype == y.dtype and x.tobytes() == y.tobytes()
     assert decode_groups(encode_groups([])) == []
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_recorded_experts_stay_with_the_tokens_of_their_completion(dtype):
+    rng = np.random.default_rng(1)
+
+    def recorded(group, completion):
+        shape = len(group.prompt) + len(completion.tokens), 2, 3
+        return dataclasses.replace(completion, experts=rng.integers(0, np.iinfo(dtype).max, shape).astype(dtype))
+
+    groups = [dataclasses.replace(g, completions=[recorded(g, c) for c in g.completions]) for g in make_groups()]
+    pairs = list(zip(groups, decode_groups(encode_groups(groups)), strict=True))
+    for x, y in [(x, y) for a, b in pairs for x, y in zip(a.completions, b.completions, strict=True)]:
+        np.testing.assert_array_equal(x.experts, y.experts)
+        assert x.experts.dtype == y.experts.dtype and x.tokens.tobytes() == y.tokens.tobytes()
 
 
 def test_groups_on_their_way_to_another_process_keep_their_failures_and_have_no_behaviour_yet():

@@ -200,8 +200,9 @@ def test_rows_beyond_the_completions_are_empty_and_all_arrays_are_32_bits():
     rows = batch.rows
     assert rows.tokens.shape == (20, 33) and rows.mask.shape == (20, 12)
     assert not rows.segment_ids[15:].any() and not rows.mask[15:].any() and not rows.completion_ids[15:].any()
-    for field in dataclasses.fields(rows):
-        assert getattr(rows, field.name).dtype in (np.int32, np.float32)
+    arrays = {field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)}
+    assert arrays.pop("experts") is None
+    assert all(array.dtype in (np.int32, np.float32) for array in arrays.values())
 
 
 def test_a_column_that_nobody_has_computed_is_named():
@@ -220,3 +221,33 @@ def test_what_does_not_fit_is_refused():
         pack([group([1], [1, 2, 3])], RowShape(1, 8, 2))
     with pytest.raises(ValueError, match="at least one row, got 0"):
         pack([group([1], [1])], RowShape(0, 4, 4))
+
+
+def with_experts(found):
+    """The group with experts u16[m + n, 2, 3] of each completion that tell the token, its position and the layer."""
+
+    def known(completion):
+        tokens = np.concatenate([found.prompt, completion.tokens])
+        numbers = 1000 * np.arange(2)[:, None] + np.arange(3)
+        experts = (tokens + 50 * np.arange(len(tokens)))[:, None, None] + 3000 * numbers[None]
+        return dataclasses.replace(completion, experts=experts.astype(np.uint16))
+
+    return found._replace(completions=[known(c) for c in found.completions])
+
+
+@pytest.mark.parametrize("kind", [{}, {"packed": True}, {"packed": True, "shared": True}], ids=str)
+def test_the_recorded_experts_of_every_token_are_at_its_place(kind):
+    groups = [with_experts(g) for g in random_groups(seed=3)]
+    shape = RowShape(3, 40 if kind else 20, 38 if kind else 12, **kind)
+    batches = pack(groups, shape, minibatches=2).batches
+    numbers = 3000 * (1000 * np.arange(2)[:, None] + np.arange(3))
+    seen = 0
+    for rows in (batch.rows for batch in batches):
+        assert rows.experts.shape == (3, shape.length, 2, 3) and rows.experts.dtype == np.uint16
+        expected = (rows.tokens + 50 * rows.positions)[..., None, None] + numbers
+        real = rows.segment_ids > 0
+        np.testing.assert_array_equal(rows.experts[real], expected[real].astype(np.uint16))
+        assert not rows.experts[~real].any()
+        seen += real.sum()
+    assert seen >= sum(len(c.tokens) for g in groups for c in g.completions)
+    assert batches[0].rows.unrouted.experts is None

@@ -38,7 +38,6 @@ FLAGS = {
     "gcloud compute tpus queued-resources describe": {"--zone"},
     "gcloud compute tpus queued-resources delete": {"--zone", "--force", "--async"},
     "gcloud compute tpus tpu-vm describe": {"--zone"},
-    "gcloud compute tpus tpu-vm ssh": {"--zone", "--worker", "--command", "--internal-ip"},
     "xpk cluster create": XPK
     | {"--tpu-type", "--num-slices", "--spot", "--on-demand", "--reservation", "--enable-workload-identity"}
     | {"--custom-cluster-arguments"},
@@ -48,7 +47,7 @@ FLAGS = {
     | {"--restart-on-exit-codes", "--termination-grace-period-seconds", "--output-manifest-file"},
     "xpk workload list": XPK | {"--filter-by-job", "--wait-for-job-completion", "--timeout"},
     "xpk workload delete": XPK | {"--workload", "--force"},
-    "kubectl": {"--follow", "--prefix", "--tail", "--selector", "--max-log-requests", "--filename", "--output"},
+    "kubectl": {"--output"},
     "docker": {"--file", "--platform", "--build-arg", "--tag"},
 }
 
@@ -81,9 +80,6 @@ def answer(line: str, argv: list[str], home: Path) -> int:
         print(json.dumps({"state": {"state": "ACTIVE"}}))
     elif "tpu-vm describe" in line:
         print(json.dumps({"state": "READY"}))
-    elif "tpu-vm ssh" in line:
-        workers = range(int(os.environ.get("FAKE_HOSTS", "2"))) if flags["--worker"] == "all" else [flags["--worker"]]
-        print("\n".join(f"worker {worker} done" for worker in workers))
     elif "storage ls" in line and not line.endswith("run.sh"):
         print("ERROR: (gcloud.storage.ls) One or more URLs matched no objects.", file=sys.stderr)
         return 1

@@ -43,7 +43,6 @@ RECIPES = {
     ),
     "tpu-stop": ("tpu", f"stop --dry-run {V5P}"),
     "tpu-delete": ("tpu", f"delete --dry-run {V6E}"),
-    "tpu-logs": ("tpu", f"logs --dry-run {V6E} --slice=1 --worker=3"),
     "tpu-status": ("tpu", f"status --dry-run {V5P}"),
     "xpk-up": ("xpk", f"up --dry-run {V5P} --cluster=c --capacity=spot {TINY}"),
     "xpk-up-no-watch": ("xpk", f"up --no-watch --dry-run {V6E} --cluster=c --image=i:1 --secret=KEY=my-key {TINY}"),

@@ -32,19 +32,25 @@ case "$*" in
     cat > "$FAKE_BUCKET/$(basename "$last")"
     ;;
   "storage cp "*) cp "$3" "$FAKE_BUCKET/$(basename "$last")" ;;
-  "storage ls "*) ls "$FAKE_BUCKET/$(basename "$last")" ;;
+  "storage ls --long "*)
+    [ -z "$DOWN" ] || exit 1
+    for file in "$FAKE_BUCKET"/*; do echo "  9  $(date -r "$file" +%s.%N)  $last$(basename "$file")"; done
+    ;;
 esac
 """
-CURL = '#!/bin/sh\necho "${WORKER:-0}"\n'
 SYSTEMCTL = """\
 #!/bin/sh
 echo "systemctl $*" >> "$LOG"
 case "$1" in
-  is-active) [ -e "$ACTIVE" ] && { [ "$2" = --quiet ] || echo active; } ;;
+  is-active) [ "$3" = rpg ] && [ -e "$ACTIVE" ] ;;
   stop) rm -f "$ACTIVE" ;;
 esac
 """
-SYSTEMD_RUN = '#!/bin/sh\necho "systemd-run $*" >> "$LOG"; touch "$ACTIVE"\n'
+SYSTEMD_RUN = """\
+#!/bin/sh
+echo "systemd-run $*" >> "$LOG"
+case "$*" in *--unit=rpg-look*) ;; *) touch "$ACTIVE" ;; esac
+"""
 
 
 class Worker:
@@ -55,14 +61,20 @@ class Worker:
         (home / "bin").mkdir()
         self.bucket.mkdir()
         for name, text in {
-            "gcloud": GCLOUD, "curl": CURL, "systemctl": SYSTEMCTL, "systemd-run": SYSTEMD_RUN
+            "gcloud": GCLOUD, "systemctl": SYSTEMCTL, "systemd-run": SYSTEMD_RUN
         }.items():  # fmt: skip
             (home / "bin" / name).write_text(text, encoding="utf-8")
             (home / "bin" / name).chmod(0o755)
         self.upload("# one")
-        (self.bucket / "run.sh").write_text(files.run_script(JOB), encoding="utf-8")
-        script = files.startup_script(JOB).replace("/opt/rpg", str(home / "opt")).replace("/var/log", str(home))
+        self.ask()
+        script = files.startup_script(JOB)
+        for path, here in (("/opt/rpg", "opt"), ("/var/log", ""), ("/run/rpg-started", "asked")):
+            script = script.replace(path, str(home / here))
         (home / "startup.sh").write_text(script, encoding="utf-8")
+
+    def ask(self, script=None):
+        """As `launch/tpu up` does: the command is uploaded, the same one or another."""
+        (self.bucket / "run.sh").write_text(script or files.run_script(JOB), encoding="utf-8")
 
     def upload(self, content):
         (self.home / "file").write_text(content, encoding="utf-8")
@@ -70,7 +82,11 @@ class Worker:
             archive.add(self.home / "file", "launch/install.py")
             archive.add(LAUNCH / "cloud" / "supervise.py", "launch/cloud/supervise.py")
 
-    def boot(self, *arguments, **environment):
+    def look(self, **environment):
+        """What was called while the worker looked into the bucket."""
+        return self.run("look", **environment)[0]
+
+    def run(self, *arguments, **environment):
         """What was called while the startup script ran, and what it printed."""
         self.log.write_text("", encoding="utf-8")
         self.environment = {"PATH": f"{self.home / 'bin'}:{os.environ['PATH']}", "LOG": str(self.log)}
@@ -87,57 +103,63 @@ def worker(tmp_path):
     return Worker(tmp_path)
 
 
-def test_a_fresh_machine_starts_by_itself(worker):
-    log, said = worker.boot()
-    assert "systemd-run" in log and "Restart=" not in log, "supervise.py starts the trainer again"
-    assert said == "started\nworker 0 done\n"
+def test_a_boot_looks_into_the_bucket_once_a_minute_and_starts_what_it_finds(worker):
+    log, said = worker.run()
+    assert "systemd-run --quiet --unit=rpg-look --on-active=1 --on-unit-inactive=60" in log and not said
+    assert f"{worker.home}/opt/look.sh look" in log and "--unit=rpg " not in log
+    assert (worker.home / "opt" / "look.sh").read_text(encoding="utf-8").startswith("#!/bin/bash\n# Startup script of")
+    log = worker.look()
+    assert "--unit=rpg " in log and "Restart=" not in log, "supervise.py starts the trainer again"
 
 
-def test_what_runs_is_left_alone_when_asked_again(worker):
-    worker.boot()
-    log, said = worker.boot("run")
-    assert "already running" in said and "systemd-run" not in log and "systemctl stop" not in log
+def test_what_runs_is_left_alone_when_asked_again_and_by_a_bucket_that_does_not_answer(worker):
+    worker.look()
+    worker.ask()
+    for environment in ({}, {"DOWN": "1"}):
+        log = worker.look(**environment)
+        assert "systemd-run" not in log and "systemctl stop" not in log
 
 
-def test_another_command_or_other_code_replaces_what_runs(worker):
-    worker.boot()
-    for change in (
-        lambda: (worker.bucket / "run.sh").write_text("# other", encoding="utf-8"),
-        lambda: worker.upload("# two"),
-    ):
-        change()
-        log, _ = worker.boot("run")
-        assert log.index("systemctl stop rpg") < log.index("systemd-run")
-    assert (worker.home / "opt" / "repository" / "launch" / "install.py").read_text(encoding="utf-8") == "# two"
+@pytest.mark.parametrize("change", ["run.sh", "source.tar.gz"])
+def test_another_command_or_other_code_replaces_what_runs(worker, change):
+    worker.look()
+    worker.upload("# two") if change == "source.tar.gz" else None
+    worker.ask("# other" if change == "run.sh" else None)
+    log = worker.look()
+    assert log.index("systemctl stop rpg") < log.index("systemd-run")
+    content = (worker.home / "opt" / "repository" / "launch" / "install.py").read_text(encoding="utf-8")
+    assert content == ("# two" if change == "source.tar.gz" else "# one")
 
 
 def test_new_code_keeps_the_environment(worker):
-    worker.boot()
+    worker.look()
     venv = worker.home / "opt" / "repository" / ".venv"
     venv.mkdir()
     worker.upload("# two")
-    worker.boot("stop")
-    worker.boot("run")
+    worker.ask()
+    worker.look()
     assert venv.exists()
 
 
-def test_a_finished_or_stopped_run_is_not_started_by_a_boot(worker):
-    (worker.bucket / "finished").touch()
-    assert "already finished" in worker.boot()[1]
-    (worker.bucket / "finished").rename(worker.bucket / "failed")
-    assert "given up" in worker.boot()[1]
-    (worker.bucket / "failed").unlink()
+def test_a_run_that_ended_here_starts_again_only_if_it_is_asked_for_anew(worker):
+    worker.look()
+    (worker.home / "active").unlink()  # it ended, and no worker has noted anything yet
+    assert "systemd-run" not in worker.look()
+    (worker.bucket / "failed").touch()
+    worker.ask()
+    assert "systemd-run" not in worker.look()
+    (worker.bucket / "failed").rename(worker.bucket / "finished")
+    assert "systemd-run" not in worker.look()
+    (worker.bucket / "finished").unlink()
+    assert "systemd-run" in worker.look()
+
+
+def test_a_stop_takes_the_command_away_and_a_new_one_starts(worker):
+    worker.look()
     (worker.bucket / "run.sh").unlink()
-    log, said = worker.boot()
-    assert "nothing to run" in said and "systemd-run" not in log
-
-
-def test_stop_and_status(worker):
-    worker.boot()
-    (worker.home / "rpg.log").write_text("step 1\nstep 2\n", encoding="utf-8")
-    assert worker.boot("status", WORKER="1")[1] == "worker 1: active: step 2\n"
-    log, said = worker.boot("stop")
-    assert "systemctl stop rpg" in log and said == "worker 0 done\n"
+    assert "systemctl stop rpg" in worker.look() and "systemd-run" not in worker.look()
+    worker.ask()
+    assert "systemd-run" in worker.look()
 
 
 TRAINER = """\
@@ -187,7 +209,7 @@ def train(worker, google):
     """Starts the run script in a repository whose Python is a fake trainer; `number` is that of the worker."""
 
     def start(number="0", **environment):
-        worker.boot()
+        worker.look()
         python = worker.home / "opt" / "repository" / ".venv" / "bin" / "python"
         python.parent.mkdir(parents=True)
         python.write_text(TRAINER, encoding="utf-8")

@@ -11,6 +11,8 @@ from flax import nnx
 
 from rpg_jax import models, parallel
 from rpg_jax.models import DecoderConfig, Experts, KVCache, Rope
+from rpg_jax.models.moe import MoE
+from rpg_jax.models.weights import Declare
 
 QWEN3 = DecoderConfig(
     vocab_size=64,
@@ -48,12 +50,12 @@ def forward(graphdef, params, *batch):
 
 @functools.partial(jax.jit, static_argnums=0)
 def prefill(graphdef, params, tokens, lengths):
-    return nnx.merge(graphdef, params).prefill(tokens, lengths)
+    return nnx.merge(graphdef, params).prefill(tokens, lengths)[:2]
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="attend_length")
 def decode(graphdef, params, tokens, cache, attend_length=None):
-    return nnx.merge(graphdef, params).decode(tokens, cache, attend_length=attend_length)
+    return nnx.merge(graphdef, params).decode(tokens, cache, attend_length=attend_length)[:2]
 
 
 def random_tokens(shape, seed=0):
@@ -133,7 +135,7 @@ def test_a_slot_that_is_not_active_keeps_its_entries():
     _, prefix = prefill(graphdef, params, random_tokens((2, 4)), jnp.array([4, 2]))
     cache = KVCache.empty(QWEN3, slots=2, capacity=8).insert(prefix, slots=0).insert(prefix, slots=1, row=1)
     module = nnx.merge(graphdef, params)
-    _, grown = jax.jit(lambda c: module.decode(jnp.array([3, 3]), c, active=jnp.array([False, True])))(cache)
+    _, grown, _ = jax.jit(lambda c: module.decode(jnp.array([3, 3]), c, active=jnp.array([False, True])))(cache)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[:, 0], b[:, 0]), grown.keys, cache.keys)
     np.testing.assert_array_equal(grown.values[:, 0], cache.values[:, 0])
     assert (grown.keys[:, 1, ..., 2] != cache.keys[:, 1, ..., 2]).any()
@@ -156,7 +158,7 @@ def test_layers_that_are_not_scanned_decode_as_scanned_ones(family):
         layers = module.unstacked_layers() if unrolled else None
         held, found = cache.unstacked() if unrolled else cache, []
         for tokens in steps:
-            hidden, held = module.decode(tokens, held, attend_length=7, active=active, layers=layers)
+            hidden, held, _ = module.decode(tokens, held, attend_length=7, active=active, layers=layers)
             found.append(hidden[:2])
         return jnp.stack(found), held.stacked() if unrolled else held
 
@@ -236,9 +238,9 @@ def test_padding_contents_never_change_a_hidden_state_or_gradient():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), gradient, other_gradient)
 
 
-def reference(params, config, tokens):
+def reference(params, config, tokens, recorded=None):
     """Hidden states [T, D] of one row, and its tokens' experts [T, L, k], in float64 NumPy: a Python loop over layers,
-    heads repeated, rotation as complex numbers, all experts computed."""
+    heads repeated, rotation as complex numbers, all experts computed. `recorded` are experts to use [T, L, k]."""
     weight = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     turns = np.exp(1j * np.arange(len(tokens))[:, None] * config.rope.theta ** (-np.arange(0, H, 2) / H))
@@ -272,7 +274,8 @@ def reference(params, config, tokens):
             x = x + swiglu(h, *matrices)
             continue
         shares = np.exp(h @ mlp["router"])
-        chosen.append(np.argsort(-shares, -1)[:, : config.experts.per_token])
+        own = np.argsort(-shares, -1)[:, : config.experts.per_token]
+        chosen.append(own if recorded is None else recorded[:, i])
         shares = shares * (chosen[-1][..., None] == np.arange(config.experts.count)).any(1)
         outs = np.stack([swiglu(h, *(w[e] for w in matrices)) for e in range(config.experts.count)], 1)
         x = x + np.einsum("te,ted->td", shares / shares.sum(-1, keepdims=True), outs)
@@ -291,15 +294,102 @@ def test_the_scanned_model_equals_a_loop_over_layers_in_float64(family):
     np.testing.assert_allclose(module.logits(hidden), hidden @ head.T, **ROUNDING)
 
 
-def test_the_forward_pass_says_which_experts_a_token_goes_to():
+@functools.partial(jax.jit, static_argnums=0)
+def replayed(graphdef, params, tokens, experts):
+    """Hidden states of rows, and the gradient of a sum of their squares."""
+
+    def loss(params):
+        hidden = nnx.merge(graphdef, params)(tokens, *rows(tokens), experts=experts)
+        return (hidden**2 * jnp.arange(1, hidden.shape[-1] + 1)).sum(), hidden
+
+    (_, hidden), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+    return hidden, gradient
+
+
+def test_a_replay_of_the_model_s_own_experts_is_the_pass_and_its_gradient():
     graphdef, params = build(MOE)
-    module, tokens = nnx.merge(graphdef, params), random_tokens((2, 7))
-    hidden, experts = jax.jit(lambda *batch: module.routed(*batch))(tokens, *rows(tokens))
-    assert experts.shape == (2, 7, MOE.num_layers, 3) and experts.dtype == jnp.uint8
+    tokens = random_tokens((2, 7))
+    own = nnx.merge(graphdef, params).routed(tokens, *rows(tokens))[1]
+    (hidden, gradient), (again, other) = (replayed(graphdef, params, tokens, x) for x in (None, own))
+    np.testing.assert_array_equal(hidden, again)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), gradient, other)
+
+
+def changed_record(own, how, rng):
+    """A record of experts that differs from `own` [B, T, L, k]."""
+    match how:
+        case "random":
+            return np.argsort(rng.random((*own.shape[:3], 8)), -1)[..., :3].astype(np.uint8)
+        case "shifted by one token":
+            return np.roll(own, 1, axis=1)
+        case "of another layer":
+            return own[:, :, ::-1]
+        case "of another row":
+            return own[::-1]
+
+
+@pytest.mark.parametrize("how", ["random", "shifted by one token", "of another layer", "of another row"])
+def test_a_replay_follows_the_record_and_weighs_it_by_the_router(how):
+    graphdef, params = build(MOE)
+    tokens = random_tokens((2, 7))
+    hidden, own = nnx.merge(graphdef, params).routed(tokens, *rows(tokens))
+    record = changed_record(np.asarray(own), how, np.random.default_rng(0))
+    found, used = nnx.merge(graphdef, params).routed(tokens, *rows(tokens), experts=record)
+    np.testing.assert_array_equal(used, record)
     for row in range(2):
-        expected = reference(params, MOE, tokens[row])
-        np.testing.assert_allclose(hidden[row], expected[0], **ROUNDING)
-        np.testing.assert_array_equal(experts[row], expected[1])
+        np.testing.assert_allclose(found[row], reference(params, MOE, tokens[row], record[row])[0], **ROUNDING)
+    assert np.abs(found - hidden).max() > 0.1, "the record is not the model's own"
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_the_gradient_of_a_replay_is_that_of_a_dense_mixture_with_the_recorded_experts(renormalise):
+    """The router's gradient too, through the softmax over all experts and the sum of the chosen ones."""
+    layer = MoE(MOE, Experts(8, 3, 16, renormalise), Declare(nnx.Rngs(params=jax.random.key(0)), jnp.float32))
+    graphdef, params = nnx.split(layer)
+    x = jax.random.normal(jax.random.key(1), (2, 5, MOE.embed_dim))
+    cotangent = jax.random.normal(jax.random.key(2), x.shape)
+    record = changed_record(np.zeros((2, 5, 1, 3)), "random", np.random.default_rng(1))[:, :, 0]
+
+    def sparse(params, x):
+        return (nnx.merge(graphdef, params)(x, ("batch", "length"), record)[0] * cotangent).sum()
+
+    def dense(params, x):
+        router, *matrices = (params[name][...] for name in ("router", "gate", "up", "down"))
+        shares = jax.nn.softmax(x @ router) * jax.nn.one_hot(record, 8).sum(2)
+        shares = shares / shares.sum(-1, keepdims=True) if renormalise else shares
+        gate, up = (jnp.einsum("btd,edf->btef", x, w) for w in matrices[:2])
+        outs = jnp.einsum("btef,efd->bted", jax.nn.silu(gate) * up, matrices[2])
+        return (jnp.einsum("bte,bted->btd", shares, outs) * cotangent).sum()
+
+    found, expected = (jax.jit(jax.grad(f, (0, 1)))(params, x) for f in (sparse, dense))
+    assert np.abs(found[0]["router"][...]).max() > 0.01
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **ROUNDING), found, expected)
+
+
+@pytest.mark.parametrize("layers", [2, 9], ids=["unrolled", "scanned"])
+def test_the_forward_pass_and_decoding_say_which_experts_a_token_goes_to(layers):
+    config = dataclasses.replace(MOE, num_layers=layers)
+    graphdef, params = build(config)
+    module = nnx.merge(graphdef, params)
+    tokens = random_tokens((2, 7))
+    expected = [reference(params, config, row) for row in tokens]
+    hidden, experts = jax.jit(lambda *batch: module.routed(*batch))(tokens, *rows(tokens))
+    assert experts.shape == (2, 7, layers, 3) and experts.dtype == jnp.uint8
+    for row in range(2):
+        np.testing.assert_allclose(hidden[row], expected[row][0], **ROUNDING)
+        np.testing.assert_array_equal(experts[row], expected[row][1])
+
+    @jax.jit
+    def step(token, cache):
+        unrolled = layers == 2
+        split = module.unstacked_layers() if unrolled else None
+        hidden, cache, experts = module.decode(token, cache.unstacked() if unrolled else cache, layers=split)
+        return hidden, cache.stacked() if unrolled else cache, experts
+
+    cache = KVCache.empty(config, 2, 8, jnp.float32)
+    for t in range(7):
+        _, cache, experts = step(tokens[:, t], cache)
+        np.testing.assert_array_equal(experts, [chosen[t] for _, chosen in expected])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -481,7 +571,7 @@ def test_decode_runs_sharded_over_slots_and_heads():
     _, cache = prefill(graphdef, params, tokens, jnp.full(8, 4))
 
     def step(params, tokens, cache):
-        return nnx.merge(graphdef, params).decode(tokens, cache)
+        return nnx.merge(graphdef, params).decode(tokens, cache)[:2]
 
     mesh = parallel.make_mesh({"fsdp": 2, "tensor": 4})
     placed = parallel.shardings(models.logical_axes(QWEN3), params, mesh)

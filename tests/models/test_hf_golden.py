@@ -47,7 +47,7 @@ def test_logits_and_greedy_continuations_are_those_of_transformers(loaded, name)
     @jax.jit
     def first(params, prompt):
         module = nnx.merge(graphdef, params)
-        hidden, prefix = module.prefill(prompt, jnp.full(2, prompt.shape[1]))
+        hidden, prefix, _ = module.prefill(prompt, jnp.full(2, prompt.shape[1]))
         cache = KVCache.empty(config, slots=2, capacity=16)
         for row in range(2):
             cache = cache.insert(prefix, slots=row, row=row)
@@ -56,7 +56,7 @@ def test_logits_and_greedy_continuations_are_those_of_transformers(loaded, name)
     @jax.jit
     def following(params, token, cache):
         module = nnx.merge(graphdef, params)
-        hidden, cache = module.decode(token, cache)
+        hidden, cache, _ = module.decode(token, cache)
         return module.logits(hidden).argmax(-1), cache
 
     token, cache = first(params, tokens[:, :5])

@@ -100,7 +100,7 @@ def compile_decode(config, mesh, slots, capacity, int8_kv=False):
     def steps(params, cache, tokens):
         def step(_, carry):
             cache, tokens = carry
-            hidden, cache = nnx.merge(graphdef, params).decode(tokens, cache)
+            hidden, cache, _ = nnx.merge(graphdef, params).decode(tokens, cache)
             return cache, tokens + jnp.sum(hidden, -1).astype(jnp.int32)
 
         return jax.lax.fori_loop(0, 16, step, (cache, tokens))

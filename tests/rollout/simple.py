@@ -65,12 +65,12 @@ def _complete(graphdef, int8_kv, params, tokens, lengths, counters, sampling, *,
     def body(carry):
         i, hidden, cache, drawn, logprobs, counts, active = carry
         token, logprob = sampling.draw(module.logits(hidden), token_keys(keys, jnp.full(rows, i)))
-        hidden, cache = module.decode(token, cache)
+        hidden, cache, _ = module.decode(token, cache)
         drawn, logprobs = drawn.at[:, i].set(token), logprobs.at[:, i].set(logprob)
         return i + 1, hidden, cache, drawn, logprobs, counts + active, active & ~sampling.ends(token, i + 1)
 
     with module.full_precision():
-        hidden, prefix = module.prefill(tokens, lengths)
+        hidden, prefix, _ = module.prefill(tokens, lengths)
         hidden, cache = jnp.repeat(hidden, group_size, axis=0), _grown(prefix, group_size, max_tokens)
         cache = cache.rounded() if int8_kv else cache
         blank = jnp.zeros((rows, max_tokens), jnp.int32)

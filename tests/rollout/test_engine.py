@@ -14,7 +14,7 @@ from flax import nnx
 from configs import tiny
 from rpg_jax import losses, models, parallel
 from rpg_jax.models.weights import Int8, quantized
-from rpg_jax.rollout import LOCAL_DRIVERS, Decoding, GroupJournal, RolloutError
+from rpg_jax.rollout import LOCAL_DRIVERS, Decoding, GroupJournal, RolloutError, make_rollout
 from rpg_jax.rollout.drivers import LockstepRollout
 from rpg_jax.runs.layout import make_layout
 from rpg_jax.runs.memory import make_decoding
@@ -43,6 +43,30 @@ def test_threads_that_decode_their_share_of_the_slots_give_the_same_completions(
     before = dataclasses.replace(sampler.usage)
     assert is_same(sampler.generate(work), expected)
     assert sampler.usage.tokens - before.tokens == sum(len(c.tokens) for group in expected for c in group)
+
+
+@pytest.mark.parametrize(("driver", "options"), [("lockstep", {}), ("lockstep", {"threads": 2}), ("orchestrator", {})])
+def test_completions_carry_the_experts_that_every_token_of_prompt_and_completion_went_to(
+    model_config, work, driver, options
+):
+    """Of a model in float32, in which the trainer's routers choose the same. A record is not that of a neighbour."""
+    config = replace(model_config, experts=models.Experts(16, 3, 16))
+    graphdef, params = models.init(config, seed=3)
+    decoding = Decoding(capacity=48, slots=8, record_experts=True, refill=0.5, **options)
+    sampler = make_rollout(driver, config, graphdef, params, decoding)
+    groups = sampler.generate(work)
+    sampler.close()
+    routed, shifted = jax.jit(nnx.merge(graphdef, params).routed), []
+    for prompt, completion in [(p, c) for p, group in zip(work.prompts, groups, strict=True) for c in group]:
+        n = len(prompt) + len(completion.tokens)
+        tokens = np.zeros((1, 48), np.int32)
+        tokens[0, :n] = np.concatenate([prompt, completion.tokens])
+        places = np.arange(48)[None]
+        expected = routed(tokens, places, (places < n).astype(np.int32))[1][0, :n]
+        assert completion.experts.dtype == np.uint8
+        np.testing.assert_array_equal(np.sort(completion.experts), np.sort(expected))
+        shifted.append((np.sort(np.roll(completion.experts, 1, 0)) != np.sort(expected)).any())
+    assert np.mean(shifted) > 0.9
 
 
 def test_a_released_slot_is_that_of_its_own_thread(build, work):

@@ -18,13 +18,16 @@ def key(prompt_id=7, **changes):
 
 
 def group(seed, size=3, version=4):
+    """A group; those of an odd seed have experts, of a prompt of two tokens."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 9, size)
     tokens = [rng.integers(0, 2**31 - 1, n).astype(np.int32) for n in lengths]
     logprobs = [-rng.exponential(1, n).astype(np.float32) for n in lengths]
     reasons = [("stop", "length")[i % 2] for i in range(size)]
     turns = [n > 2 and Turns(np.arange(n) == 1, np.float32([0.1, n]), "error") or None for n in lengths]
-    return [Completion(*one, version, t) for *one, t in zip(tokens, logprobs, reasons, turns, strict=True)]
+    experts = [rng.integers(0, 300, (2 + n, 2, 3)).astype(np.uint16) if seed % 2 else None for n in lengths]
+    parts = zip(tokens, logprobs, reasons, turns, experts, strict=True)
+    return [Completion(*one, version, *rest) for *one, t, e in parts for rest in [(t, e)]]
 
 
 def same(a, b):
@@ -34,6 +37,8 @@ def same(a, b):
         and (x.tokens.dtype, x.logprobs.dtype) == (y.tokens.dtype, y.logprobs.dtype)
         and (x.finish_reason, x.weight_version) == (y.finish_reason, y.weight_version)
         and (x.turns and x.turns.record()) == (y.turns and y.turns.record())
+        and (x.experts is None) == (y.experts is None)
+        and (x.experts is None or (x.experts.dtype == y.experts.dtype and np.array_equal(x.experts, y.experts)))
         for x, y in zip(a, b, strict=True)
     )
 

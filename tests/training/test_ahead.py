@@ -177,8 +177,9 @@ def with_logprobs(groups, present, ref=None, *, decoupled=False):
     ahead.take(0, present, 0)
     trained = ahead.take(1, present, 1).trained
     sampler = jnp.concatenate([jnp.stack([c.logprobs for c in g.completions]) for g in trained])
+    rows = SimpleNamespace(unrouted=None)
     batch = SimpleNamespace(
-        batches=[SimpleNamespace(mask=jnp.ones(sampler.shape), sampler_logprobs=sampler)],
+        batches=[SimpleNamespace(mask=jnp.ones(sampler.shape), sampler_logprobs=sampler, rows=rows)],
         groups=trained,
         packing=SimpleNamespace(scatter=lambda arrays: (jnp.concatenate([jnp.stack(x) for x in arrays]),)),
         add=lambda **columns: {"sampler_logprobs": sampler} | {name: column for name, (column,) in columns.items()},

@@ -1,20 +1,15 @@
 """A run stops where its rollout is not its policy, and where its updates are not finite; the load of experts."""
 
 import dataclasses
-import json
-import subprocess
-import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rpg_jax import data, models
-from rpg_jax.models import DecoderConfig, Experts, Rope
+from rpg_jax import data
 from rpg_jax.training.collect import Collected
 from rpg_jax.training.measures import SAMPLER_GAPS, Guard, expert_load, load_metrics, sampling_metrics
 from rpg_jax.types import Completion, Turns
-from tests.end_to_end.whole_runs import ROOT, environment
 
 FINE, SKIPPED = {"nonfinite_updates": 0.0}, {"nonfinite_updates": 1.0}
 
@@ -105,50 +100,3 @@ def test_the_violation_is_the_excess_of_the_fullest_expert_and_the_variation_tha
         "max_violation_worst": 1.0,
         "cv": 0.5,  # of the layers' 0 and 4 / 4
     }
-
-
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory):
-    """A folder with random weights of two layers of 16 experts, of which four serve a token, and a tokenizer."""
-    folder, start = tmp_path_factory.mktemp("mixture"), ROOT / "configs" / "chains_start"
-    config = DecoderConfig(
-        vocab_size=47, num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, hidden_dim=64,
-        rope=Rope(100.0), tie_embeddings=True, experts=Experts(16, 4, 32),
-    )  # fmt: skip
-    ids = {
-        name: json.loads((start / "config.json").read_text(encoding="utf-8"))[name]
-        for name in ("eos_token_id", "pad_token_id")
-    }
-    models.save(folder, config, models.init(config, seed=1)[1], dtype=jnp.float32, fields=ids)
-    for file in start.glob("tokenizer*"):
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder
-
-
-def trained(shared, mixture, out, **changes):
-    """A process that has run three steps of random completions, which differ in their lengths; metrics by step."""
-    fields = {
-        "model.path": mixture, "model.compute_dtype": "bfloat16", "method": "GRPO", "rollout.slots": 16,
-        "rollout.prompts_per_step": 4, "rollout.group_size": 4, "rollout.max_tokens": 32, "rollout.max_sampler_gap": 1,
-        "rewards.overlong_shaping": True, "rewards.overlong_buffer": 16, "dynamic_sampling.enabled": False,
-        "train.steps": 3, "train.updates_per_step": 2, "train.microbatch_size": 8, "train.packed_length": 66,
-        "evaluation.every": 9, "evaluation.problems": 2, "evaluation.drift": False,
-        "run.dir": out, "run.name": "r", **changes,
-    }  # fmt: skip
-    flags = [f"--config.{name}={value}" for name, value in fields.items()]
-    command = [sys.executable, "-m", "rpg_jax.train", "--config=configs/reasoning.py", *flags]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(shared), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    lines = (out / "r" / "metrics.jsonl").read_text(encoding="utf-8").splitlines() if done.returncode == 0 else []
-    return done, [json.loads(line) for line in lines][1:]
-
-
-@pytest.mark.slow  # a run
-def test_a_run_of_a_mixture_logs_the_load_of_its_experts(shared, mixture, tmp_path):
-    done, records = trained(shared, mixture, tmp_path)
-    assert done.returncode == 0, done.stdout
-    for record in records:
-        # Four of 16 experts serve a token: the fullest has at most all tokens, four times the mean.
-        assert 0 < record["expert_load/max_violation"] <= record["expert_load/max_violation_worst"] <= 3
-        assert 0 < record["expert_load/cv"] < 3**0.5, "a quarter of the experts has all tokens"

@@ -26,7 +26,7 @@ def test_a_broken_hidden_state_under_the_mask_reaches_no_gradient_of_the_head(br
     bad = hidden.at[0, 2].set(broken).at[1, 3].set(broken)
 
     def loss(hidden, head):
-        found = completion_hidden(lambda *_: hidden, rows)
+        found = completion_hidden(lambda *_, **__: hidden, rows)
         return jnp.sum(losses.token_logprobs(found, head, rows.targets)[0] * mask)
 
     clean, got = (jax.grad(loss, argnums=(0, 1))(x, head) for x in (hidden, bad))

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rpg_jax import data, losses, models, parallel
-from rpg_jax.training.loop import add_logprobs
+from rpg_jax.training.loop import add_logprobs, anchor_of
 from rpg_jax.training.objective import Objective, policy_loss_fn
 from rpg_jax.training.optimizer import make_optimizer
 from rpg_jax.training.state import TrainState, create_state, state_shardings
@@ -277,7 +277,7 @@ def test_schedule_free_has_ratio_one_at_the_first_update_of_a_batch():
     for seed in range(4):
         state, _ = programs.update(state, [make_batch(seed)])
     algorithm = SimpleNamespace(
-        logprobs=lambda params, batch: programs.logprobs(params, batch.rows),
+        logprobs=programs.logprobs,
         reference=SimpleNamespace(is_behaviour=True),
         decoupled=False,
     )
@@ -288,6 +288,30 @@ def test_schedule_free_has_ratio_one_at_the_first_update_of_a_batch():
     _, metrics = programs.update(state, [old])
     total, weight = metrics["behaviour_forward_kl_k1"]
     assert abs(total / weight) < 1e-6
+
+
+@pytest.mark.parametrize("coincides", [True, False])
+def test_a_reference_other_than_the_policy_chooses_its_own_experts(coincides):
+    """In its pass before the update, and in the hidden states that an update reads."""
+    seen = []
+
+    def program(params, rows):
+        seen.append((params, rows.experts is not None))
+        return (jnp.zeros(rows.targets.shape),) * 2 + (None,)
+
+    reference = SimpleNamespace(
+        is_behaviour=False, coincides=lambda: coincides, params=lambda: "reference", programs=None
+    )
+    programs = make()[0]._replace(hidden=program, head=lambda params: None)
+    algorithm = SimpleNamespace(logprobs=program, reference=reference, decoupled=False, programs=programs)
+    batch = dataclasses.replace(make_rollout_batch(4), groups=[])
+    rows = [b.rows.replace(experts=np.zeros((*b.rows.tokens.shape, 2, 1), np.uint8)) for b in batch.batches]
+    batch.batches[:] = [dataclasses.replace(b, rows=own) for b, own in zip(batch.batches, rows, strict=True)]
+    add_logprobs(algorithm, batch, SimpleNamespace(params="policy"))
+    assert seen == ([("policy", True)] if coincides else [("policy", True), ("reference", False)])
+    seen.clear()
+    anchor_of(algorithm, SimpleNamespace(params=jnp.ones(2))).hidden(rows[0])
+    assert [replays for _, replays in seen] == [coincides]
 
 
 def test_an_update_of_several_micro_batches_beats_between_its_launches(monkeypatch):

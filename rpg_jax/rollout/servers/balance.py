@@ -1,7 +1,6 @@
 """Spreads requests over several servers of one policy, and has each server load the weights before it samples."""
 
 import asyncio
-import contextlib
 import dataclasses
 import sys
 import time
@@ -99,7 +98,6 @@ class Balance:
         self._servers, self._watching = dict[str, Server](), set[asyncio.Task[None]]()
         self._waiting = deque[_Waiting]()
         self._weights: Loadable | None = None
-        self._next: Loadable | None = None
         self._answered = self._said = clock()
         self._not_found = "no address is known yet"
         self._counts: Counter[str] = Counter()
@@ -109,13 +107,6 @@ class Balance:
     def use(self, weights: Loadable) -> None:
         """Every server must load these weights before its next call."""
         self._weights = weights
-
-    def announce(self, weights: Loadable) -> None:
-        """Servers read these weights into memory and go on sampling with the present weights.
-
-        A call of `use` follows.
-        """
-        self._next = weights
 
     def begin(self) -> None:
         """Starts the clock of `patience` anew."""
@@ -311,7 +302,6 @@ class Balance:
         """
         while server.calls or not server.gone:
             begun, rests = self._clock(), server.resting
-            self._prefetch(server)
             if not server.is_due(_QUIET_SECONDS, begun):
                 await asyncio.sleep(server.rest / 4)
                 continue
@@ -330,18 +320,6 @@ class Balance:
             server.heard = self._clock()
             if self._waiting:
                 self._dispatch()
-
-    def _prefetch(self, server: Server) -> None:
-        """Makes a server read the next weights ahead, once. Errors are ignored here: the load itself reports them."""
-        weights, call = self._next, self._kind.prefetch
-        if weights is None or call is None or server.resting or weights.label in (server.label, server.read):
-            return
-
-        async def read() -> None:
-            with contextlib.suppress(Unavailable, Refused):
-                await server.caller.post(*call(weights.folder, weights.label))
-
-        server.read, server.reading = weights.label, asyncio.create_task(read())
 
     async def _load(self, call: Call) -> None:
         """Makes a server load the weights, unless the server has them. Meanwhile the server has no other call.

@@ -4,7 +4,6 @@ vLLM's terms were met with vLLM 0.32.0 on a CPU (`tests/end_to_end/test_vllm.py`
 of 2026, and SGLang never ran against this code.
 """
 
-import asyncio
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
@@ -23,7 +22,6 @@ class Kind:
     Attributes:
       loads: from a folder of weights and a label to the calls, in order, that make the server use these weights. The
         calls end the completions under way, and empty the server's cache of prefixes.
-      prefetch: to the call that makes the server read the weights while it samples with others; None if it cannot.
       needs: what must serve, and how it must be started for `loads`, as a sentence.
       counters: the program is this project's own: it draws this project's random numbers, and every answer has the
         checksum of the weights. Servers of other programs are probed after each load.
@@ -36,7 +34,6 @@ class Kind:
 
     loads: Callable[[str, str], list[Call]]
     needs: str
-    prefetch: Callable[[str, str], Call] | None = None
     counters: bool = False
     refuses: str | None = None
     health: str = "/health"
@@ -50,10 +47,6 @@ def _vllm(folder: str, label: str) -> list[Call]:
 
 def _from_disk(folder: str, label: str) -> list[Call]:
     return [("/update_weights_from_disk", {"model_path": folder, "weight_version": label})]
-
-
-def _read_ahead(folder: str, label: str) -> Call:
-    return "/update_weights_from_disk", {"model_path": folder, "weight_version": label, "prefetch": True}
 
 
 def _sglang(folder: str, label: str) -> list[Call]:
@@ -78,7 +71,6 @@ KINDS = {
         _from_disk,
         "servers.kind=rpg_jax needs this project's server with a model of the trainer's shapes, started with "
         "--weights_from=FOLDER, the folder servers.weights",
-        prefetch=_read_ahead,
         counters=True,
     ),
 }
@@ -103,7 +95,6 @@ class Server:
       limit: the most calls under way. It falls when the server has no room, and rises while the server answers.
       calls: the number of calls under way.
       label: the label of the weights that the server has loaded; "" if unknown.
-      read: the label of the weights that the task `reading` has asked the server to read ahead.
       heard: the time of the server's last answer, or of the begin of the first call under way.
       idle: the last time at which the server had a call, or no request waited.
       refused: the time of the last incident in which the server had no room.
@@ -121,8 +112,6 @@ class Server:
     limit: float = dataclasses.field(init=False)
     calls: int = 0
     label: str = ""
-    read: str = ""
-    reading: asyncio.Task[None] | None = None
     heard: float = 0.0
     idle: float = 0.0
     refused: float = -math.inf
@@ -166,7 +155,7 @@ class Server:
         rest = self.rest * 2 ** min(self.failures, _DOUBLINGS)
         self.until = now + min(max(error.after, rest), _LONGEST_REST)
         self.failed, self.failures, self.resting, self.said = now, self.failures + 1, True, str(error)
-        self.label = self.read = ""
+        self.label = ""
         return True
 
     def note_health(self, error: Unavailable | None, now: float) -> None:

@@ -62,7 +62,6 @@ class WeightFolders(Weights):
       home: a folder that all processes write and all servers read, under the same path. Each run has its own.
       store: writes into a folder.
       use: receives each folder that servers load from now on.
-      announce: receives each folder as soon as the folder is complete, maybe long before `use`. A thread calls it.
       dtype: the dtype of the weights in the folder; None for the dtype of `params`.
       base: the frozen weights, if `params` are adapters; the folder has both, merged.
       probe: makes the answer of a server that has the weights; None where servers prove their weights otherwise.
@@ -75,12 +74,11 @@ class WeightFolders(Weights):
         store: Store,
         use: Callable[[Loadable], None],
         *,
-        announce: Callable[[Loadable], None] = lambda _: None,
         dtype: Any = None,
         base: Base | None = None,
         probe: Callable[[Params], Probe] | None = None,
     ):
-        self._home, self._store, self._use, self._announce, self._probe = home, store, use, announce, probe
+        self._home, self._store, self._use, self._probe = home, store, use, probe
         self._exchange = hosts.Exchange()
         self._alive = weakref.WeakSet[PendingFolder]()  # the folders that may be synced, because a caller holds them
         self._last: PendingFolder | None = None
@@ -122,7 +120,7 @@ class WeightFolders(Weights):
         self._count(wait_seconds=time.perf_counter() - began)
         with self.lock:
             self._version, self._checksum = version, copy.checksum
-        self._use(_loadable(folder, copy.checksum, copy.probe))
+        self._use(Loadable(str(folder), f"{copy.checksum:016x}", copy.checksum, copy.probe))
 
     def checksum(self) -> int:
         """The checksum of the weights that servers load."""
@@ -175,7 +173,6 @@ class WeightFolders(Weights):
             sizes = [own["bytes"] for own in said]
             seconds = max(own["seconds"] for own in said)
             self._count(bytes=sum(sizes), bytes_of_a_process=max(sizes), write_seconds=seconds)
-        self._announce(_loadable(folder, checksum))
         return folder
 
     def _together(self, folder: Path, own: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
@@ -219,7 +216,3 @@ class WeightFolders(Weights):
 
 def _name(checksum: int) -> str:
     return f"weights-{checksum:016x}"
-
-
-def _loadable(folder: Path, checksum: int, probe: Probe | None = None) -> Loadable:
-    return Loadable(str(folder), f"{checksum:016x}", checksum, probe)

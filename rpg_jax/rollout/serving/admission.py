@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 import grpc
@@ -60,82 +59,17 @@ class LoadResult:
 
     Attributes:
       nbytes: bytes of the weights in host memory.
-      read: seconds to read the weights; 0 if an earlier load had prefetched them.
+      read: seconds to read the weights.
       drain: seconds of waiting for the last completion of the previous weights.
       swap: seconds to copy the weights to the devices and to compute their checksum.
-      checksum: of the new weights; None after a prefetch, which leaves the previous weights in use.
+      checksum: of the new weights.
     """
 
     nbytes: int
     read: float
-    drain: float = 0.0
-    swap: float = 0.0
-    checksum: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class _HostWeights:
-    """Weights in host memory, with the folder and the label of the request for them."""
-
-    key: tuple[str, str]
-    weights: Any
-    loaded: LoadResult
-
-
-class WeightLoader:
-    """Loads weights into one server, one load after the other. All coroutines must run in one event loop.
-
-    A label names the contents of a folder. A second load with the same folder and label reads nothing, if the weights
-    are in use or prefetched. A load without a label always reads the folder.
-
-    Args:
-      quiet: makes a context in which no completion is drawn. Entering waits for the completions under way.
-      version: returns the version of the weights in use. A version that no load has made says that something else has
-        replaced the weights.
-    """
-
-    def __init__(self, disk: Disk, quiet: Callable[[], AbstractAsyncContextManager[None]], version: Callable[[], int]):
-        self._disk, self._quiet, self._version = disk, quiet, version
-        self._turn = asyncio.Lock()
-        self._ahead: _HostWeights | None = None
-        self._present: tuple[tuple[str, str], int, LoadResult] | None = None  # key, version, answer
-
-    async def load(self, folder: str, label: str = "", *, prefetch: bool = False) -> LoadResult:
-        """Reads a folder and replaces the weights in use; with `prefetch`, keeps what it read for a later load.
-
-        Host memory keeps the last prefetch only. If `Disk` raises ValueError or OSError, the weights in use stay.
-        """
-        key = folder, label
-        async with self._turn:
-            if label and self._present is not None and self._present[:2] == (key, self._version()):
-                return self._present[2]
-            held = self._ahead
-            if label and held is not None and held.key == key:
-                if prefetch:
-                    return held.loaded
-                held = dataclasses.replace(held, loaded=dataclasses.replace(held.loaded, read=0.0))
-            else:
-                if prefetch:
-                    self._ahead = None  # host memory has room for one
-                held = await self._read(key)
-            if prefetch:
-                self._ahead = held
-                return held.loaded
-            if self._ahead is not None and self._ahead.key == key:
-                self._ahead = None
-            began = time.perf_counter()
-            async with self._quiet():
-                drained = time.perf_counter()
-                checksum = await asyncio.to_thread(self._disk.swap, held.weights)
-                swap = time.perf_counter() - drained
-            loaded = dataclasses.replace(held.loaded, drain=drained - began, swap=swap, checksum=checksum)
-            self._present = key, self._version(), loaded
-            return loaded
-
-    async def _read(self, key: tuple[str, str]) -> _HostWeights:
-        began = time.perf_counter()
-        weights = await asyncio.to_thread(self._disk.read, key[0])
-        return _HostWeights(key, weights, LoadResult(weights.nbytes, time.perf_counter() - began))
+    drain: float
+    swap: float
+    checksum: int
 
 
 class Admission:
@@ -158,7 +92,8 @@ class Admission:
         self.active, self.draining = 0, False
         self._completions = 0  # of the active requests
         self._ended = time.monotonic()  # the last request or load
-        self._loads = None if disk is None else WeightLoader(disk, self._quiet, lambda: rollout.weights.version)
+        self._disk, self._load_turn = disk, asyncio.Lock()
+        self._present: tuple[tuple[str, str], int, LoadResult] | None = None  # folder and label, version, answer
         self._loading, self._swapping = set[asyncio.Task[LoadResult]](), False
         self._checksums: dict[int, int] = {}  # of the weights that have drawn, by version
 
@@ -229,8 +164,11 @@ class Admission:
             full = f"{self._max_active} completions are the most at once (--max_active); retry later, or ask for fewer"
             raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, full)
 
-    async def load(self, folder: str, label: str, *, prefetch: bool) -> LoadResult:
-        """Replaces the weights by those of a folder, or reads them for a later load; see `WeightLoader.load`.
+    async def load(self, folder: str, label: str) -> LoadResult:
+        """Replaces the weights by those of a folder, one load after the other.
+
+        `label` names the contents of the folder: if the weights of this folder and label are in use, nothing is read.
+        With label "", every load reads.
 
         The server serves while it reads the folder. From the end of reading to the end of the load it refuses
         new requests. A load that has begun goes on to its end even if the caller is cancelled.
@@ -239,11 +177,11 @@ class Admission:
           Refused: clients may not load weights, the server is shutting down, or the folder cannot be read or has no
             weights of this model.
         """
-        if self._loads is None:
+        if self._disk is None:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "start the server with --weights_from=FOLDER")
         if self.draining:
             raise Refused(grpc.StatusCode.UNAVAILABLE, _ENDS)
-        task = asyncio.create_task(self._loads.load(folder, label, prefetch=prefetch))
+        task = asyncio.create_task(self._loaded(self._disk, folder, label))
         self._loading.add(task)
         task.add_done_callback(self._note_end)
         try:
@@ -252,6 +190,23 @@ class Admission:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
         except OSError as error:
             raise Refused(grpc.StatusCode.INTERNAL, f"{folder} was not read: {error}") from error
+
+    async def _loaded(self, disk: Disk, folder: str, label: str) -> LoadResult:
+        key, weights = (folder, label), self._rollout.weights
+        async with self._load_turn:
+            # Another version says that something else has replaced the weights.
+            if label and self._present is not None and self._present[:2] == (key, weights.version):
+                return self._present[2]
+            began = time.perf_counter()
+            read = await asyncio.to_thread(disk.read, folder)
+            drains = time.perf_counter()
+            async with self._quiet():
+                swaps = time.perf_counter()
+                checksum = await asyncio.to_thread(disk.swap, read)
+                ended = time.perf_counter()
+            loaded = LoadResult(read.nbytes, drains - began, swaps - drains, ended - swaps, checksum)
+            self._present = key, weights.version, loaded
+            return loaded
 
     def _note_end(self, load: asyncio.Task[LoadResult]) -> None:
         self._loading.discard(load)

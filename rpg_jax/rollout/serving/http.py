@@ -142,28 +142,24 @@ class _Endpoint:
         return web.json_response(self._model)
 
     async def load(self, request: web.Request) -> web.Response:
-        """Replaces the weights by those of the folder `model_path`, or with `prefetch` reads them for a later load.
-
-        A load ends also if the client leaves.
-        """
+        """Replaces the weights by those of the folder `model_path`. A load ends also if the client leaves."""
         try:
             body = await _body(request)
-            folder, label, prefetch = body.take("model_path"), body.take("weight_version", ""), body.truth("prefetch")
+            folder, label = body.take("model_path"), body.take("weight_version", "")
             body.end(_LOAD_UNUSED)
             if not isinstance(folder, str) or not isinstance(label, str):
                 raise ValueError("model_path and weight_version must be texts")
-            if prefetch and not label:
-                raise ValueError("prefetch needs weight_version, by which a later load knows the weights")
         except ValueError as error:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
-        loaded = await self._admission.load(folder, label, prefetch=prefetch)
-        seconds = {"read": loaded.read}
-        answer: dict[str, Any] = {"success": True, "message": f"{'read' if prefetch else 'loaded'} {folder}"}
-        answer |= {"weight_version": label, "bytes": loaded.nbytes, "seconds": seconds}
-        if not prefetch:
-            assert loaded.checksum is not None
-            answer["weights"] = f"{loaded.checksum:016x}"
-            seconds |= {"drain": loaded.drain, "swap": loaded.swap}
+        loaded = await self._admission.load(folder, label)
+        answer = {
+            "success": True,
+            "message": f"loaded {folder}",
+            "weight_version": label,
+            "weights": f"{loaded.checksum:016x}",
+            "bytes": loaded.nbytes,
+            "seconds": {"read": loaded.read, "drain": loaded.drain, "swap": loaded.swap},
+        }
         return web.json_response(answer)
 
     async def tokenizer_info(self, _: web.Request) -> web.Response:

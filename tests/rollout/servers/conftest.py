@@ -123,7 +123,7 @@ def served(tmp_path):
         addresses = urls if not callable(urls[0]) else urls[0]
         balance = Balance(addresses, client, kind, **{"parallel": 4, "patience": 20.0, "rest": 0.01, **options})
         params, store = jax.tree.map(jax.numpy.asarray, params), store or Npy()
-        weights = WeightFolders(params, tmp_path / "weights", store, balance.use, announce=balance.announce)
+        weights = WeightFolders(params, tmp_path / "weights", store, balance.use)
         sizes = {"capacity": 48, "vocab_size": 100 if params.keys() == PARAMS.keys() else 50}
         rollout = ServersRollout(balance, weights, model=model, counters=kind.counters, **sizes)
         rollout.sync_weights(params, 3)

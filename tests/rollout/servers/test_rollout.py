@@ -208,7 +208,7 @@ def test_this_projects_servers_prove_the_weights_with_every_answer(stand_in, ser
             return {"choices": [choice], "weights": others.pop() if others else checksum}
 
     def loads():
-        return sum("model_path" in body and "prefetch" not in body for _, body in server.calls)
+        return sum("model_path" in body for _, body in server.calls)
 
     server = stand_in(own)
     rollout = served(server.url, kind=KINDS["rpg_jax"])
@@ -226,32 +226,6 @@ def test_this_projects_servers_prove_the_weights_with_every_answer(stand_in, ser
     rollout._balance._patience = 0.5
     with pytest.raises(RolloutError, match=f"has the weights {'1' * 16}, and the trainer"):
         rollout.generate(ONE)
-
-
-def test_servers_read_the_next_weights_while_they_sample_with_the_present_ones(stand_in, served, until):
-    asked, checksums = [], []
-
-    def own(path, body):
-        if path != COMPLETIONS:
-            asked.extend([body] if body else [])
-            return {"success": True, "weights": checksums[-1]}
-        choice = sampled({"seed": body["counters"][3], "prompt": body["prompt"]})
-        choice["sampler_logprobs"] = choice.pop("logprobs")["token_logprobs"]
-        return {"choices": [choice], "weights": checksums[-1:]}
-
-    rollout = served(stand_in(own).url, kind=KINDS["rpg_jax"])
-    checksums.append(f"{rollout.weights_checksum():016x}")
-    rollout.generate(ONE)
-    asked.clear()
-    staged = rollout.stage_weights({"w": jnp.asarray(PARAMS["w"] + 1)})
-    until(lambda: asked)
-    rollout.generate(ONE)
-    folder = f"weights-{staged.checksum:016x}"
-    assert [(body.get("prefetch"), Path(body["model_path"]).name) for body in asked] == [(True, folder)]
-    rollout.sync_weights(staged, 4)
-    checksums.append(f"{staged.checksum:016x}")
-    assert rollout.generate(ONE)[0][0].weight_version == 4
-    assert [(body.get("prefetch"), Path(body["model_path"]).name) for body in asked[1:]] == [(None, folder)]
 
 
 def test_seeds_of_a_group_differ_and_depend_on_every_counter():

@@ -47,20 +47,20 @@ def folders(home):
 
 @pytest.fixture
 def deployed(tmp_path):
-    store, used, announce = Slow(), [], []
-    made = WeightFolders(weights(0), tmp_path, store, used.append, announce=announce.append)
-    yield made, store, used, announce
+    store, used = Slow(), []
+    made = WeightFolders(weights(0), tmp_path, store, used.append)
+    yield made, store, used
     store.go.set()
 
 
 def test_training_goes_on_while_a_thread_writes_and_a_sync_waits_for_it(deployed, tmp_path):
-    made, store, used, announce = deployed
+    made, store, used = deployed
     store.go.clear()
     staged = made.stage(weights(1))  # returns though nothing is written
-    assert not announce and not used
+    assert not used
     threading.Timer(0.3, store.go.set).start()
     made.sync(staged, 7)
-    assert announce == used and made.version == 7 and used[0].checksum == made.checksum()
+    assert made.version == 7 and used[0].checksum == made.checksum()
     assert used[0].label == used[0].folder[-16:] == f"{used[0].checksum:016x}" and folders(tmp_path) == [1]
     counts = made.take_counts()
     assert counts["servers/weights_bytes"] == counts["servers/weights_bytes_of_a_process"] == 24
@@ -69,7 +69,7 @@ def test_training_goes_on_while_a_thread_writes_and_a_sync_waits_for_it(deployed
 
 
 def test_the_same_weights_are_written_once(deployed, tmp_path):
-    made, store, used, _ = deployed
+    made, store, used = deployed
     for version in range(3):
         made.sync(weights(1), version)
     again = WeightFolders(weights(1), tmp_path, store, used.append)
@@ -78,7 +78,7 @@ def test_the_same_weights_are_written_once(deployed, tmp_path):
 
 
 def test_a_folder_goes_when_it_is_neither_present_nor_staged(deployed, tmp_path):
-    made, store, _, _ = deployed
+    made, store, _ = deployed
     staged = [made.stage(weights(x)) for x in (1, 2, 3)]
     staged[-1].folder.result()
     assert folders(tmp_path) == [1, 2, 3], "each may be synced"

@@ -619,32 +619,9 @@ def test_weights_that_are_loaded_already_are_not_loaded_again_unless_they_have_c
     assert disk.swaps == ["3"] * 6, "somebody else had replaced them"
 
 
-def test_a_prefetched_version_is_read_once_and_only_the_last_is_kept(loading):
-    server, disk = loading
-    disk.may_swap.set()
-    before = server._rollout.weights_checksum()
-    read = {"model_path": "3", "weight_version": "v3", "prefetch": True}
-    status, answer = ask(server, read, LOADS)
-    answer = json.loads(answer)
-    assert status == 200 and answer.pop("seconds").keys() == {"read"}
-    assert answer == {"success": True, "message": "read 3", "weight_version": "v3", "bytes": 300}
-    assert ask(server, read, LOADS)[0] == 200 and disk.reads == ["3"]
-    assert server._rollout.weights_checksum() == before and not disk.swaps
-    answer = load(server, "3", weight_version="v3")[1]
-    assert disk.reads == ["3"] and disk.swaps == ["3"] and answer["seconds"]["read"] == 0
-    assert answer["weights"] == f"{server._rollout.weights_checksum():016x}" != f"{before:016x}"
-    for folder in ("4", "5"):
-        load(server, folder, weight_version=folder, prefetch=True)
-    load(server, "4", weight_version="4")
-    load(server, "5", weight_version="5")
-    assert disk.reads == ["3", "4", "5", "4"] and disk.swaps == ["3", "4", "5"]
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"prefetch": True}, "prefetch needs weight_version"),
-        ({"prefetch": 1, "weight_version": "v"}, "prefetch must be true or false, got 1"),
         ({"weight_version": 3}, "model_path and weight_version must be texts"),
         ({"load_format": "pickle"}, "load_format"),
     ],
