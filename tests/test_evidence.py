@@ -6,12 +6,12 @@ import itertools
 import json
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from experiments.objective import __main__ as programme
-from experiments.objective.design import BASELINE, NO_KL, Record
+from experiments.objective.design import BASELINE, EXACT, GRPO, IN_REWARD, K1, NO_KL, TOKEN
 from experiments.objective.runs import Runs
 from rpg_jax.report.seeds import Mean, mean, over_starts, paired_difference, pooled
 from rpg_jax.reproduction import results, tables
@@ -20,15 +20,14 @@ from tests.report.test_seeds import detectable
 
 DATA = ROOT / "docs" / "tables" / "data"
 EVIDENCE, README = "docs/evidence.md", "README.md"
-TOKEN, K1, K3 = "per token: URKL", "per token (Tunix): k₁", "per token (GRPO): k₃"
-STALE, TO_GO = "sequence, stale log r (KL in the reward), weight w: URKL", "to-go, weight w: URKL"
+WHOLE, CAPPED, TO_GO = "sequence, weight W: URKL", "sequence, weight min(W, 2): URKL", "to-go, weight w: URKL"
 OWN, STANDARDISED = "RPG-REINFORCE-URKL", "RPG-REINFORCE-URKL, DAPO's advantage"
 RPG = tables.TABLES["reasoning"].pooled["the eight RPG rows"]
 
 
 @functools.cache
 def objective() -> Runs:
-    return Runs(programme.read(programme.DATA).runs)
+    return Runs(programme.read(programme.DATA).records)
 
 
 @functools.cache
@@ -40,22 +39,26 @@ def scores(table: str, what: str = "training") -> dict[str, dict[int, float]]:
     return {row: {s: 100 * run.scores()[what]["last"] for s, run in by.items()} for row, by in rows.items()}
 
 
-def at_middle(record: Record) -> float:
-    """J at β = 0.1, whatever β the run was trained with."""
-    return record["reward"] - 0.1 * record["kl"]
+def end(row: str, quantity: str = "own_regret", experiment: str = "staleness", **which) -> dict[int, float]:
+    """{seed: quantity at the end of training} of a row of the objective, with 8 updates a batch unless stated."""
+    return objective().of(experiment, row, quantity, **which)
 
 
-def end(row: str, quantity: str | Callable = "regret", experiment: str = "strengths", **which) -> dict[int, float]:
-    """{seed: quantity at the end of training} of a row of the objective."""
-    value = quantity if callable(quantity) else lambda record: record[quantity]
-    found = {seed: value(record) for seed, record in objective().get(experiment, row, **which).items()}
-    assert found, (row, experiment, which)
-    return found
-
-
-def beyond(row: str, quantity: str | Callable = "regret", experiment="strengths", than=BASELINE, other=None, **which):
+def beyond(
+    row: str, quantity: str = "own_regret", experiment: str = "staleness", than: str = BASELINE, **which
+) -> Mean:
     """The paired difference of a row to `than`."""
-    return paired_difference(end(row, quantity, experiment, **which), end(than, quantity, other or experiment, **which))
+    return paired_difference(end(row, quantity, experiment, **which), end(than, quantity, experiment, **which))
+
+
+def lost(row: str, kl: float) -> Mean:
+    """What a row lacks of the best possible reward beyond the first row, at a distance from the reference."""
+    return paired_difference(objective().lost(row, kl, 8), objective().lost(BASELINE, kl, 8))
+
+
+def later(row: str) -> Mean:
+    """What 64 updates a batch cost a row against 8."""
+    return paired_difference(end(row, updates_a_batch=64), end(row))
 
 
 def of(values: dict[int, float]) -> Mean:
@@ -98,39 +101,12 @@ def moving_pairs() -> tuple[int, int]:
     return found, pairs
 
 
-def own_best(row: str, experiment: str = "strengths") -> tuple[float, Mean]:
-    """The β with which a row comes closest to the best J at β = 0.1, and how far behind the first row it is then."""
-    base = end(BASELINE, at_middle, "strengths" if experiment == "strengths" else "longer")
-    each = {
-        beta: paired_difference(end(row, at_middle, experiment, kl_coef=beta), base)
-        for beta in objective().kl_coefs(experiment)
-    }
-    best = max(each, key=lambda beta: each[beta].value)
-    return best, each[best]
-
-
 def excluded(table: str, rows: Sequence[str], what: str = "training") -> int:
     return sum(points(table, row, what=what).excludes_zero for row in rows)
 
 
 def negative(table: str, rows: Sequence[str], what: str = "training") -> int:
     return sum(points(table, row, what=what).value < 0 for row in rows)
-
-
-def reward_at_equal_kl(row: str, kl_coef: float) -> Mean:
-    """Reward of a row's runs minus that of the first row at the same KL, on the line through its five β; by seed.
-
-    Seeds whose KL lies outside of that line are left out.
-    """
-    line = {beta: objective().get("strengths", BASELINE, beta) for beta in objective().kl_coefs("strengths")}
-    differences = []
-    for seed, record in objective().get("strengths", row, kl_coef).items():
-        of_seed = sorted((by_seed[seed]["kl"], by_seed[seed]["reward"]) for by_seed in line.values())
-        for (kl, reward), (next_kl, next_reward) in itertools.pairwise(of_seed):
-            if kl <= record["kl"] <= next_kl:
-                share = (record["kl"] - kl) / (next_kl - kl)
-                differences.append(record["reward"] - reward - share * (next_reward - reward))
-    return mean(differences)
 
 
 def at_equal_completions(table: str, row: str, other: str = "DAPO") -> Mean:
@@ -166,19 +142,7 @@ def each(values: Sequence[Mean], digits: int = 3) -> str:
 
 def claims() -> dict[str, tuple]:
     """{fragment of a page: what fills its braces}."""
-    longer = {"experiment": "longer"}
-    many = {"experiment": "longer, per token", "other": "longer"}
-    weights = [
-        beyond("sequence, weight W: URKL"),
-        beyond("sequence, weight min(W, C): URKL", experiment="others", other="strengths"),
-        beyond("sequence, weight 1: URKL"),
-    ]
-    kinds = [
-        beyond(f"{level}: RKL", experiment="others", other="strengths", than=f"{level}: URKL")
-        for level in ("sequence, weight w", "sequence, weight W", "to-go, weight w", "per token")
-    ]
-    lengths = {row: [beyond(row)] + [beyond(row, experiment="lengths", length=n) for n in (12, 30)]
-               for row in (TOKEN, TO_GO, STALE, K3)}  # fmt: skip
+    lengths = {row: [beyond(row, experiment=e) for e in ("short", "staleness", "long")] for row in (TOKEN, GRPO, TO_GO)}
     pairs = (STANDARDISED, OWN), (STANDARDISED, "DAPO"), (OWN, "DAPO")
     rows, ablated = list(RPG), scores("reasoning-ablations")
 
@@ -188,43 +152,37 @@ def claims() -> dict[str, tuple]:
     return {
         # Objective, 1,600 updates.
         "ends {} below the best possible": (size(of(end(BASELINE))),),
-        "per token it loses {} more": (size(beyond(TOKEN)),),
-        "k₃ {} more at the same β, and {} more at its own best β of {}": (
-            size(beyond(K3)), size(own_best(K3)[1]), f"{own_best(K3)[0]:g}"),
-        "At equal KL its reward is lower for β from 0.02 to 0.2, by {}": (
-            each([reward_at_equal_kl(K3, b) for b in (0.02, 0.05, 0.1, 0.2)]),),
-        "at β = 0.5 this is not resolved ({})": (signed(reward_at_equal_kl(K3, 0.5), 3),),
+        "The exact gradient, without samples, ends {} below": (size(of(end(EXACT))),),
+        "URKL per token loses {} more": (size(beyond(TOKEN)),),
+        "k₃ {} more at the same β": (size(beyond(GRPO)),),
+        "At 2 nats from the reference URKL per token lacks {} more reward and k₃ {}": (
+            size(lost(TOKEN, 2)), size(lost(GRPO, 2))),
+        "at 1 nat {} and {}": (size(lost(TOKEN, 1)), size(lost(GRPO, 1))),
+        # Staleness.
+        "With 64 updates a batch min(W, 2) loses {} against 8": (signed(later(CAPPED), 3),),
+        "W {}, KL in the reward {}": (size(later(WHOLE)), size(later(IN_REWARD))),
+        "{} (W) and {} (min(W, 2))": (signed(beyond(WHOLE), 3), signed(beyond(CAPPED), 3)),
+        "KL in the reward by {}": (signed(beyond(IN_REWARD), 3),),
+        "to-go by {}": (signed(beyond(TO_GO), 3),),
         # 6,400 updates.
         "With four times the updates the KL of completions ends {} below the best possible": (
-            size(of(end(BASELINE, **longer))),),
-        "per token loses {} more, or {} at its own best β": (
-            size(beyond(TOKEN, **many)), size(own_best(TOKEN, "longer, per token")[1])),
-        "to-go {}, KL in the reward {}": (size(beyond(TO_GO, **longer)), size(beyond(STALE, **longer))),
-        "k₃ {}, or {} at its own best β": (size(beyond(K3, **many)), size(own_best(K3, "longer, per token")[1])),
+            size(of(end(BASELINE, experiment="longer"))),),
+        "per token loses {} more, k₃ {}": (
+            size(beyond(TOKEN, experiment="longer")), size(beyond(GRPO, experiment="longer"))),
         # Lengths.
-        "With 5, 12 and 30 tokens per token loses {}": (each(lengths[TOKEN]),),
-        "to-go {} (5, 12, 30)": (each(lengths[TO_GO]),),
-        "KL in the reward {} (5, 12, 30)": (each(lengths[STALE]),),
-        "k₃ {} (5, 12, 30)": (each(lengths[K3]),),
+        "per token loses {} with growing length": (each(lengths[TOKEN]),),
+        "k₃ {} with growing length": (each(lengths[GRPO]),),
+        "to-go {} with growing length": (each(lengths[TO_GO]),),
         # A moving reference.
         "{} of {} pairs of rows differ in reward or in KL": moving_pairs(),
-        "per token has {} less reward than completions": (size(beyond(TOKEN, "reward", "iterative"), 4),),
         # No KL term.
         "k₁ minus no KL term is {} in regret": (signed(beyond(K1, than=NO_KL.key), 3),),
         "a difference of {} would have been seen": (f"{detectable(beyond(K1, than=NO_KL.key)):.3f}",),
-        # Weights and kinds.
-        "W, min(W, C) and 1 against w: {}": (", ".join(signed(m, 3) for m in weights),),
-        "differences of {} would have been seen": (", ".join(f"{detectable(m):.3f}" for m in weights),),
-        "RKL minus URKL is {}": (", ".join(signed(m, 3) for m in kinds),),
-        # Stale.
-        "with 32 updates a batch it loses {}": (size(beyond(STALE, experiment="updates", updates_a_batch=32)),),
-        "with 8 the loss of {} is not resolved": (size(beyond(STALE)),),
-        "{} is that of their learning rates": (size(beyond(STALE, experiment="updates", updates_a_batch=1)),),
-        "ends {} behind the form of completions": (size(beyond(TO_GO)),),
         # A wrong verifier.
-        "k₃ has {} fewer right completions at β = 0.1 and {} at 0.2": (
-            size(beyond(K3, "right", "wrong verifier")), size(beyond(K3, "right", "wrong verifier", kl_coef=0.2))),
-        "URKL per token has {} at 0.1": (signed(beyond(TOKEN, "right", "wrong verifier"), 3),),
+        "URKL per token keeps {} more right completions at β = 0.1 than the KL of completions": (
+            size(beyond(TOKEN, "right", "wrong verifier")),),
+        "k₃ {} at 0.02": (size(beyond(GRPO, "right", "wrong verifier", kl_coef=0.02)),),
+        "k₃ has {} fewer": (size(beyond(GRPO, "right", "wrong verifier", kl_coef=0.5)),),
         # β = 1e-4.
         "their mean is {} points from DAPO": (signed(eight("reasoning")),),
         "by seed {}": (", ".join(
@@ -289,7 +247,8 @@ def test_the_readme_says_the_same_as_the_page():
     headline = [
         f"ends {size(of(end(BASELINE)))} below the best possible",
         f"Per token it loses {size(beyond(TOKEN))} more",
-        f"k₃ loses {size(beyond(K3))} more, or {size(own_best(K3)[1])} at its own best β",
+        f"k₃ loses {size(beyond(GRPO))} more",
+        f"With 64 updates a batch min(W, 2) loses {signed(later(CAPPED), 3)} against 8",
         f"their mean is {signed(eight('reasoning'))} points from DAPO",
         f"held out that is not resolved ({signed(eight('reasoning', 'held out'))})",
     ]

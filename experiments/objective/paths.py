@@ -10,6 +10,7 @@ A policy sees the prompt, the last symbol, whether the path is still allowed, an
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.nnx as nnx
@@ -199,6 +200,13 @@ def best_reverse(share: jax.Array, kl_coef: jax.Array) -> jax.Array:
     `share` is the reference's probability of completions with reward 1; the others have reward 0.
     """
     return kl_coef * jnp.logaddexp(jnp.log1p(-share), jnp.log(share) + 1 / kl_coef)
+
+
+def frontier(share: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """The best expected reward at a KL(π_θ‖π_ref), both means over prompts: the least of J* + β KL over β."""
+    betas = np.geomspace(1e-3, 1e3, 2_001)
+    best = np.mean(np.asarray(best_reverse(jnp.asarray(share)[:, None], jnp.asarray(betas))), axis=0)
+    return lambda kl: np.min(best + betas * kl[:, None], axis=1)
 
 
 def best_forward(share: jax.Array, kl_coef: jax.Array) -> jax.Array:

@@ -59,8 +59,8 @@ def against(found: Runs, row: str, experiment: str, updates_a_batch: int = 8) ->
 
 
 def at_distance(found: Runs, row: str, kl: float, updates_a_batch: int) -> Mean | None:
-    """The paired difference of rewards at a distance from the reference; None if no seed of both rows reaches it."""
-    ours, first = (found.at_kl(name, kl, updates_a_batch) for name in (row, BASELINE))
+    """What a row loses of the best possible reward beyond the first row, at equal KL; None if no seed reaches it."""
+    ours, first = (found.lost(name, kl, updates_a_batch) for name in (row, BASELINE))
     return paired_difference(ours, first) if set(ours) & set(first) else None
 
 
@@ -181,12 +181,20 @@ def _longer(found: Runs) -> str:
 
 
 def _distances(found: Runs) -> str:
-    stale = found.staleness("staleness")
+    columns = [(kl, n) for kl in DISTANCES for n in found.staleness("staleness")]
 
     def cells(row: str) -> list[str]:
-        return [_difference(at_distance(found, row, kl, n), row) for kl in DISTANCES for n in stale]
+        if row == NO_KL.key:
+            return [""] * len(columns)
+        lost = [found.lost(row, kl, n) for kl, n in columns]
+        changes = (at_distance(found, row, kl, n) for kl, n in columns)
+        return [
+            f"{_text(x)}; {_difference(m, row)}".strip("; ") if x else "" for x, m in zip(lost, changes, strict=True)
+        ]
 
-    head = [h for kl in DISTANCES for h in _heads(f"reward at {kl:g} nats, updates a batch: ", stale)]
+    head = [
+        h for kl in DISTANCES for h in _heads(f"lost at {kl:g} nats, updates a batch: ", found.staleness("staleness"))
+    ]
     return _table(found, "staleness", head, cells)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from experiments import kept
 from experiments.objective.design import EXACT, NO_KL, ROWS, SCAN, ObjectiveSettings, Schedule, Unit, scan_units, units
-from experiments.objective.paths import PathSettings, make_task
+from experiments.objective.paths import PathSettings, frontier, make_task, visits
 from experiments.objective.paths import Task as Paths
 from experiments.objective.training import Lane, Outcome, judge, train
 from rpg_jax.reproduction.run_tables import locked
@@ -185,10 +185,11 @@ class Runs:
     def staleness(self, experiment: str) -> list[int]:
         return sorted({r["schedule"]["updates_a_batch"] for r in self.all if r["experiment"] == experiment})
 
-    def at_kl(self, row: str, kl: float, updates_a_batch: int, experiment: str = "staleness") -> dict[int, float]:
-        """The reward of a row at a distance from the reference, on the line through its β; {seed: reward}.
+    def lost(self, row: str, kl: float, updates_a_batch: int, experiment: str = "staleness") -> dict[int, float]:
+        """How much reward a row lacks of the best possible at its own distance from the reference; {seed: reward}.
 
-        Seeds whose line does not reach so far are left out.
+        That is known at the distance of each β, and interpolated between them. Seeds whose β do not reach around `kl`
+        are left out.
         """
         each = [
             [self.of(experiment, row, quantity, beta, updates_a_batch) for beta in self.kl_coefs(experiment)]
@@ -196,11 +197,20 @@ class Runs:
         ]
         found = {}
         for seed in each[0][0]:
-            x, y = (np.asarray([of_beta[seed] for of_beta in quantity]) for quantity in each)
-            order = np.argsort(x)
-            if x[order[0]] <= kl <= x[order[-1]]:
-                found[seed] = float(np.interp(kl, x[order], y[order]))
+            distances, rewards = (np.asarray([of_beta[seed] for of_beta in quantity]) for quantity in each)
+            order = np.argsort(distances)
+            if distances[order[0]] <= kl <= distances[order[-1]]:
+                gaps = self._frontiers[seed](distances) - rewards
+                found[seed] = float(np.interp(kl, distances[order], gaps[order]))
         return found
+
+    @functools.cached_property
+    def _frontiers(self) -> dict[int, Callable[[np.ndarray], np.ndarray]]:
+        """{seed: `paths.frontier`}, in the task of "staleness"."""
+        unit = next(r for r in self.all if r["experiment"] == "staleness")
+        s = PathSettings(**unit["task"])
+        tasks = {seed: make_task(s, seed) for seed in unit["seeds"]}
+        return {seed: frontier(np.asarray(visits(s, x, x.reference).paid)) for seed, x in tasks.items()}
 
 
 def regret_of(row: str) -> str:

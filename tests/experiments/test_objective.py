@@ -186,10 +186,18 @@ def test_each_row_takes_the_rate_of_the_least_regret_of_its_own_objective_at_its
     assert best_rates([*scan, stale]) == {(TOKEN, 8): 0.003, (forward, 8): 0.01, (TOKEN, 64): 0.01}
 
 
-def test_rewards_are_compared_at_equal_distance_on_the_line_through_the_strengths():
+def test_rewards_are_compared_with_the_best_possible_at_their_own_distance():
+    with jax.enable_x64(True):
+        share, betas = np.asarray([0.1, 0.3]), jnp.asarray([0.05, 0.2, 0.7])
+        best = jax.vmap(lambda b: jnp.mean(paths.best_reverse(jnp.asarray(share), b)))
+        kl = -jax.vmap(jax.grad(lambda b: jnp.mean(paths.best_reverse(jnp.asarray(share), b))))(betas)
+        np.testing.assert_allclose(paths.frontier(share)(np.asarray(kl)), best(betas) + betas * kl, atol=1e-5)
     values = {"kl": [[3.0, 1.0], [4.0, 2.5], [2.0, 1.0]], "reward": [[0.9, 0.5], [1.0, 0.7], [0.8, 0.4]]}
     found = Runs([record("staleness", TOKEN, values, kl_coefs=[0.1, 0.5])])
-    assert found.at_kl(TOKEN, 1.5, 8) == pytest.approx({0: 0.6, 2: 0.6})
+    lost = found.lost(TOKEN, 1.5, 8)
+    of = paths.make_task(PathSettings(), 2)
+    near, far = paths.frontier(np.asarray(paths.visits(PathSettings(), of, of.reference).paid))(np.asarray([1.0, 2.0]))
+    assert lost.keys() == {0, 2} and lost[2] == pytest.approx(((near - 0.4) + (far - 0.8)) / 2, abs=1e-5)
 
 
 def test_a_verdict_needs_the_whole_interval():

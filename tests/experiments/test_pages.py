@@ -18,8 +18,20 @@ from experiments.estimators import laboratory
 from experiments.estimators import results as estimator_results
 from experiments.objective import __main__ as objective
 from experiments.objective import results as objective_results
-from experiments.objective.design import BASELINE, SCAN, ObjectiveSettings
-from experiments.objective.runs import MIDDLE, Runs, best_rates, own_regret
+from experiments.objective.design import (
+    BASELINE,
+    BOUND,
+    EXACT,
+    GRPO,
+    IN_REWARD,
+    K1,
+    NO_KL,
+    TO_GO,
+    TOKEN,
+    ObjectiveSettings,
+)
+from experiments.objective.results import LENGTHS
+from experiments.objective.runs import Runs, best_rates
 from experiments.pretrained import __main__ as pretrained_program
 from experiments.pretrained import results as pretrained_results
 from experiments.pretrained import runs as pretrained_runs
@@ -27,20 +39,27 @@ from rpg_jax.report.seeds import Mean, mean, paired_difference
 from rpg_jax.reproduction.page import code_name
 from rpg_jax.runs.config_files import ROOT
 
-ONE_TOKEN, EXACT, STALENESS = laboratory.Settings(), exact.CompletionSettings(), staleness.StalenessSettings()
+WHOLE, CAPPED = "sequence, weight W: URKL", "sequence, weight min(W, 2): URKL"
+PREFIX, TO_GO_EXACT = "per token, weight W of the prefix (CTPO): URKL", "to-go, exact: URKL"
+VOCABULARY_TO_GO = "to-go, exact, KL over the vocabulary: RKL"
+ONE_TOKEN, COMPLETIONS, STALENESS = laboratory.Settings(), exact.CompletionSettings(), staleness.StalenessSettings()
 
 
 @functools.cache
 def numbers(file: str) -> dict:
-    settings = {"estimators/estimators": ONE_TOKEN, "completions/exact": EXACT, "completions/staleness": STALENESS}
-    settings["completions/vocabulary"] = EXACT
+    settings = {
+        "estimators/estimators": ONE_TOKEN,
+        "completions/exact": COMPLETIONS,
+        "completions/staleness": STALENESS,
+    }
+    settings["completions/vocabulary"] = COMPLETIONS
     settings = settings[file]
     return kept.read(ROOT / "experiments" / f"{file}.json.gz", settings)
 
 
 @functools.cache
 def runs() -> Runs:
-    return Runs(objective.read(objective.DATA).runs)
+    return Runs(objective.read(objective.DATA).records)
 
 
 def pretrained() -> list[dict]:
@@ -85,8 +104,8 @@ def test_every_table_of_the_page_is_that_of_the_data(name):
     expected = {
         "estimators": lambda: (
             estimator_results.tables(numbers("estimators/estimators"), ONE_TOKEN)
-            | completion_results.exact_tables(numbers("completions/exact"), EXACT)
-            | completion_results.vocabulary_table(numbers("completions/vocabulary"), EXACT)
+            | completion_results.exact_tables(numbers("completions/exact"), COMPLETIONS)
+            | completion_results.vocabulary_table(numbers("completions/vocabulary"), COMPLETIONS)
             | staleness.tables(numbers("completions/staleness"), STALENESS)
         ),
         "objective": lambda: objective_results.tables(runs()),
@@ -108,7 +127,7 @@ def test_the_sentences_on_one_token_have_the_settings_and_the_numbers_of_the_dat
 
 
 def test_the_sentences_on_completions_have_the_settings_and_the_numbers_of_the_data():
-    s, errors, ends = EXACT, *(numbers("completions/exact")[name] for name in ("errors", "ends"))
+    s, errors, ends = COMPLETIONS, *(numbers("completions/exact")[name] for name in ("errors", "ends"))
     whole = {
         e.key: [errors[e.key][f"{part}_largest"][f"completions_{e.meant}"] for part in ("kl_term", "whole")]
         for e in completions.ESTIMATORS
@@ -196,67 +215,94 @@ def test_the_sentences_on_the_vocabulary_have_the_numbers_of_the_data():
     assert absent("docs/estimators.md", claims) == []
 
 
-def test_the_sentences_on_the_objective_have_the_settings_and_the_numbers_of_the_runs():
+def objective_claims() -> list[str]:
+    """What docs/objective.md says, beside its tables."""
     s, found, of_file = ObjectiveSettings(), runs(), objective.read(objective.DATA)
     task = s.task
 
-    def quantity(row: str, name: str) -> dict[int, float]:
-        records = found.get("strengths", row)
-        return {seed: own_regret(r) if name == "regret" else r[name] for seed, r in records.items()}
+    def regret(row: str, n: int = 8, experiment: str = "staleness") -> str:
+        return interval(mean([*found.of(experiment, row, "own_regret", updates_a_batch=n).values()]))
 
-    def interval(m: Mean, sign: str = "") -> str:
-        return f"{m.value:{sign}.3f} ± {m.half:.3f}"
+    def beyond(row: str, n: int = 8, experiment: str = "staleness", than: str = BASELINE) -> Mean:
+        ours, first = (found.of(experiment, r, "own_regret", updates_a_batch=n) for r in (row, than))
+        return paired_difference(ours, first)
 
-    def against(row: str) -> str:
-        change = {
-            name: interval(paired_difference(quantity(row, name), quantity(BASELINE, name)), "+")
-            for name in ("regret", "kl", "reward")
-        }
-        return f"a regret of {change['regret']} (KL {change['kl']} nats, reward {change['reward']})"
+    def lost(row: str, kl: float, n: int = 8) -> str:
+        return interval(mean([*found.lost(row, kl, n).values()]))
 
-    first = {b: found.get("strengths", BASELINE, b).values() for b in found.kl_coefs("strengths")}
-    best = {b: mean([r["best_reward"] - b * r["best_kl"] for r in records]).value for b, records in first.items()}
-    mass = mean([r["mass"] for r in found.all if r["experiment"] == "strengths"]).value
-    chosen = best_rates(found.all)
-    scan = [r for r in found.all if r["experiment"] == SCAN]
-    at_an_end = sum(rate in (min(s.rates), max(s.rates)) for rate in chosen.values())
+    def right(row: str, beta: float, quantity: str = "right") -> str:
+        return interval(mean([*found.of("wrong verifier", row, quantity, beta).values()]))
+
+    def grows(row: str) -> Mean:
+        return paired_difference(*(found.of("staleness", row, "own_regret", updates_a_batch=n) for n in (64, 8)))
+
+    def larger(row: str) -> Mean:
+        return paired_difference(*(found.of(e, row, "own_regret") for e in ("longer", "staleness")))
+
+    capped_against = {row: beyond(row, 64, than=CAPPED) for row in (WHOLE, IN_REWARD, TOKEN, GRPO)}
     code = sorted({f"{code_name(x)}, {x['platform']}" for x in of_file.code})
     hours = sum(r["cpu_seconds"] for r in found.all) / 3600
-    first_regret = mean(list(quantity(BASELINE, "regret").values()))
-    claims = [
-        f"A Qwen3 model of {task.layers} layers of width {task.width} draws paths of {task.length} symbols out of "
-        f"{task.symbols}.",
-        f"gives right paths {100 * mass:.0f} % of its probability",
-        f"A run has {task.updates:,} updates of {task.groups} groups of {task.group} completions",
-        f"the least regret of {', '.join(f'{rate:g}' for rate in s.rates)}, on other seeds",
-        f"by exact sums over all {task.symbols**task.length:,} completions of each prompt",
-        f"Numbers are means over {len(s.seeds)} seeds",
-        f"{len(found.all):,} runs, {hours:.1f} hours of one core; {len(code)} versions of the code: {'; '.join(code)}.",
-        f"At β = {MIDDLE:g} the KL term of whole completions ends {interval(first_regret)} below"
-        f" the best possible J. Against it, URKL per token has {against('per token: URKL')}, and GRPO's k₃ has "
-        f"{against('per token (GRPO): k₃')}.",
-        f"J* is {', '.join(f'{value:.3f} at β = {b:g}' for b, value in best.items())}.",
-        f"the standard error of one run's regret is at most {max(r.get('regret_error', 0) for r in found.all):.3f}",
-        f"Mean regret on seeds {', '.join(map(str, sorted({r['seed'] for r in scan})))} at β = {MIDDLE:g}",
-        f"For {at_an_end} of {len(chosen)} rows it lies at an end of the range",
-    ]
+    made = sum(len(r["seeds"]) * len(r["kl_coefs"]) * len(r["rates"]) for r in found.all)
+    chosen = best_rates(found.all)
+    at_an_end = sum(rate in (min(s.rates), max(s.rates)) for rate in chosen.values())
+    stale_worst = max(found.of("staleness", BASELINE, "regret", updates_a_batch=64).values())
+    stale_middle = float(np.median([*found.of("staleness", BASELINE, "regret", updates_a_batch=64).values()]))
+    fresh = [beyond(row, n) for n in (1, 8) for row in (WHOLE, CAPPED)]
+    assert all(m.within(BOUND) for m in fresh)
+    assert not any(x["uncommitted_changes"] for x in of_file.code)
+    assert of_file.settings == json.loads(json.dumps(dataclasses.asdict(s)))
+    return [
+        f"draws paths of {task.symbols} symbols and ends them itself, after at most {task.longest} tokens",
+        f"{task.tokens:.1f} tokens in the mean",
+        f"{task.updates:,} updates of {task.groups} groups of {task.group} completions",
+        f"of {', '.join(f'{rate:g}' for rate in s.rates)} on seeds {min(s.scan_seeds)} to {max(s.scan_seeds)}",
+        f"means over {len(s.seeds)} seeds",
+        f"within ±{BOUND:g}",
+        f"{made:,} runs, {hours:.1f} hours of one core; {'; '.join(code)}.",
+        f"{at_an_end} of {len(chosen)} chosen rates lie at an end of the range",
+        # What to use.
+        f"{regret(BASELINE)} with w and {regret(CAPPED)} with min(W, 2)",
+        f"the exact gradient, which needs no samples, ends {regret(EXACT)} below J*",
+        f"it ends {regret(CAPPED, 64)} below J*, against {regret(WHOLE, 64)} with W and {regret(IN_REWARD, 64)} with "
+        "the KL in the reward",
+        f"{regret(TOKEN)} for URKL per token and {regret(GRPO)} for GRPO's k₃",
+        f"GRPO's k₃ loses {lost(GRPO, 1)} of reward at 1 nat and {lost(GRPO, 2)} at 2 nats, URKL per token "
+        f"{lost(TOKEN, 1)} and {lost(TOKEN, 2)}, the KL of completions {lost(BASELINE, 1)} and {lost(BASELINE, 2)}",
+        # Staleness.
+        f"min(W, 2) loses {interval(grows(CAPPED), '+')} with 64 updates a batch against 8",
+        f"a regret of {stale_worst:.2f}, and their median is {stale_middle:.3f}",
+        "Against min(W, 2), a comparison that was chosen after the runs, W has "
+        f"{interval(capped_against[WHOLE], '+')}, the KL in the reward {interval(capped_against[IN_REWARD], '+')}, URKL "
+        f"per token {interval(capped_against[TOKEN], '+')} and k₃ {interval(capped_against[GRPO], '+')}",
+        f"per token it is {interval(grows(TOKEN), '+')}, for k₃ {interval(grows(GRPO), '+')}",
+        # The prefix and the vocabulary.
+        f"CTPO's weight of the prefix changes URKL per token by {interval(beyond(PREFIX, than=TOKEN), '+')} with 8 "
+        f"updates a batch and by {interval(beyond(PREFIX, 64, than=TOKEN), '+')} with 64",
+        f"{interval(beyond(VOCABULARY_TO_GO, than=TO_GO_EXACT), '+')} for the exact chain rule",
+        # k1.
+        f"k₁ in the loss is {interval(beyond(K1, than=NO_KL.key), '+')} from no KL term with 8 updates a batch",
+        # Lengths, token mean, wrong verifier, moving reference, longer runs.
+        f"{found.tokens('short'):.1f}, {found.tokens('staleness'):.1f} and {found.tokens('long'):.1f} tokens",
+        *(f"{name} {', '.join(interval(beyond(row, experiment=e), '+') for e in LENGTHS)}" for name, row in
+          (("URKL per token loses", TOKEN), ("k₃", GRPO), ("to-go with weight w", f"{TO_GO}: URKL"))),
+        f"right completions at β = 0.5: {right(EXACT, 0.5)} for the exact gradient, {right(BASELINE, 0.5)} for the KL "
+        f"of completions, {right(TOKEN, 0.5)} for URKL per token, {right(GRPO, 0.5)} for k₃",
+        f"after 6,400 updates by {interval(larger(BASELINE), '+')} for the KL of completions and "
+        f"{interval(larger(EXACT), '+')} for the exact gradient; by {interval(larger(TOKEN), '+')} per token and "
+        f"{interval(larger(GRPO), '+')} for k₃",
+    ]  # fmt: skip
+
+
+def interval(m: Mean, sign: str = "") -> str:
+    return f"{m.value:{sign}.3f} ± {m.half:.3f}".replace("-", "−")
+
+
+def test_the_sentences_on_the_objective_have_the_settings_and_the_numbers_of_the_runs():
+    claims = objective_claims()
     assert absent("docs/objective.md", claims) == []
     assert prose("docs/objective.md").count("±") == sum(claim.count("±") for claim in claims) + 1, (
         "± half of a 95 % interval"
     )
-    assert not any(x["uncommitted_changes"] for x in of_file.code)
-    assert of_file.settings == json.loads(json.dumps(dataclasses.asdict(s)))
-    loses = {
-        row: interval(paired_difference(quantity(row, "regret"), quantity(BASELINE, "regret")))
-        for row in ("per token: URKL", "per token (GRPO): k₃", "to-go, weight w: URKL")
-    }
-    readme = [
-        f"ends {interval(first_regret)} below the best possible J. URKL per token has a regret of",
-        f"{loses['per token: URKL']} more, GRPO's k₃ of {loses['per token (GRPO): k₃']} more",
-        f"loses {loses['to-go, weight w: URKL']}",
-    ]
-    assert absent("experiments/objective/README.md", readme) == []
-    assert min(r["reward"] for r in found.all if r["experiment"] == "iterative") > 0.99
 
 
 def test_the_sentences_on_the_pretrained_model_have_the_numbers_of_the_runs():
