@@ -63,6 +63,7 @@ ROWS: Mapping[str, Estimator] = MappingProxyType(
     }
 )
 BASELINE = "sequence, weight w: URKL"
+CAPPED = "sequence, weight min(W, 2): URKL"
 TOKEN, GRPO, K1 = "per token: URKL", "per token (GRPO): k₃", "per token (Tunix): k₁"
 IN_REWARD = f"{STALE}, weight w: URKL"
 ALL = (EXACT, *ROWS)

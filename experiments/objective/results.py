@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from experiments.objective.design import BASELINE, BOUND, EXACT, GRPO, IN_REWARD, NO_KL, ROWS, SCAN, TOKEN
+import numpy as np
+
+from experiments.objective.design import BASELINE, BOUND, CAPPED, EXACT, GRPO, IN_REWARD, NO_KL, ROWS, SCAN, TOKEN
 from experiments.objective.runs import MIDDLE, Runs, best_rates, regret_of
 from rpg_jax.report import plots
 from rpg_jax.report.seeds import Mean, mean, paired_difference
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 SHOWN = {  # row: its words in the figure
     EXACT: "exact gradient, no samples",
     BASELINE: "KL of whole completions",
-    "to-go, exact: URKL": "the same by the chain rule, exact off-policy",
+    CAPPED: "the same with min(W, 2)",
+    "to-go, exact: URKL": "the same by the exact chain rule",
     IN_REWARD: "KL in the reward",
     TOKEN: "KL of each token alone",
     GRPO: "GRPO's KL term (k₃)",
@@ -65,59 +68,45 @@ def at_distance(found: Runs, row: str, kl: float, updates_a_batch: int) -> Mean 
 
 
 def draw(found: Runs) -> bytes:
-    """PNG: reward by distance from the reference, and regret by staleness and by length."""
+    """PNG: reward that lacks by distance from the reference, and regret by staleness and by length."""
     figure = plots.empty_figure(16, 5.4, w_pad=0.1)
-    frontier, staleness, lengths = figure.subplots(1, 3)
-    middle = 8 if 8 in found.staleness("staleness") else found.staleness("staleness")[0]
-    _draw_frontier(frontier, found, middle)
-    plots.tidy(frontier, f"Reward by distance from the start, {middle} updates a batch")
-    frontier.set_xlabel("KL(π_θ‖π_ref), nats a completion", color=plots.MUTED)
-    frontier.set_ylim(0.1, 1.02)
-    frontier.set_xlim(0, 5)
+    distance, staleness, lengths = figure.subplots(1, 3)
     stale = found.staleness("staleness")
+    middle = 8 if 8 in stale else stale[0]
+    for row, colour, words in _shown(found):
+        x, y = (np.mean(part, axis=0) for part in zip(*found.gaps(row, middle).values(), strict=True))
+        distance.plot(x, y, label=words, **_style(row, colour))
+    plots.tidy(distance, f"Reward less than the best possible, {middle} updates a batch")
+    distance.set_xlabel("distance from the start: KL(π_θ‖π_ref), nats a completion", color=plots.MUTED)
     _draw_regrets(staleness, found, [("staleness", n, str(n)) for n in stale])
     plots.tidy(staleness, f"Regret by staleness, β = {MIDDLE:g}")
     staleness.set_xlabel("updates from one batch of completions", color=plots.MUTED)
     reached = [name for name in LENGTHS if found.rows(name)]
     _draw_regrets(lengths, found, [(name, middle, f"{found.tokens(name):.1f}") for name in reached], EXACT)
-    plots.tidy(lengths, f"Regret beyond the exact gradient's, β = {MIDDLE:g}, {middle} updates a batch")
+    plots.tidy(lengths, "Regret beyond the exact gradient's, by length")
     lengths.set_xlabel("tokens of the reference's completions, mean", color=plots.MUTED)
-    handles, labels = frontier.get_legend_handles_labels()
+    handles, labels = distance.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     return plots.png(figure)
 
 
-def _draw_frontier(ax: Axes, found: Runs, updates_a_batch: int) -> None:
-    kl_coefs = found.kl_coefs("staleness")
-
-    def means(row: str, quantity: str) -> list[float]:
-        values = (found.of("staleness", row, quantity, beta, updates_a_batch) for beta in kl_coefs)
-        return [mean([*of_beta.values()]).value for of_beta in values]
-
-    best_kl = means(BASELINE, "best_kl")
-    best = [j + beta * kl for j, beta, kl in zip(means(BASELINE, "best"), kl_coefs, best_kl, strict=True)]
-    ax.plot(best_kl, best, color=plots.INK, linewidth=1.4, marker="|", label="best possible at this distance")
-    for row, colour, words in _shown(found)[1:]:
-        ax.plot(means(row, "kl"), means(row, "reward"), "o-", color=colour, markersize=4, linewidth=1.4, label=words)
-    if NO_KL.key in found.rows("staleness"):
-        ax.plot(means(NO_KL.key, "kl")[:1], means(NO_KL.key, "reward")[:1], "x", color=plots.MUTED, label="no KL term")
-    ax.plot([], [], "--", color=plots.INK, label=SHOWN[EXACT])
+def _style(row: str, colour: str) -> dict[str, Any]:
+    dashed = {"linestyle": "--", "marker": ""} if row == EXACT else {"marker": "o", "markersize": 4}
+    return {"color": colour, "linewidth": 1.4, **dashed}
 
 
 def _draw_regrets(ax: Axes, found: Runs, columns: Sequence[tuple[str, int, str]], than: str | None = None) -> None:
     for i, (row, colour, _) in enumerate(_shown(found)):
-        each = []
-        for experiment, updates_a_batch, _ in columns:
-            values = found.of(experiment, row, "regret", updates_a_batch=updates_a_batch)
-            base = found.of(experiment, than, "regret") if than else dict.fromkeys(values, 0.0)
-            each.append(paired_difference(values, base))
-        style = {"linestyle": "--", "marker": ""} if row == EXACT else {"marker": "o", "markersize": 4, "capsize": 2}
-        places = [x + 0.03 * i for x in range(len(columns))]
-        ax.errorbar(
-            places, [m.value for m in each], [0 if math.isnan(m.half) else m.half for m in each], color=colour, **style
-        )
+        each: dict[float, Mean] = {}
+        for place, (experiment, updates_a_batch, _) in enumerate(columns):
+            if row in found.rows(experiment):
+                values = found.of(experiment, row, "regret", updates_a_batch=updates_a_batch)
+                base = found.of(experiment, than, "regret") if than else dict.fromkeys(values, 0.0)
+                each[place + 0.03 * i] = paired_difference(values, base)
+        halves = [0 if math.isnan(m.half) else m.half for m in each.values()]
+        ax.errorbar([*each], [m.value for m in each.values()], halves, capsize=2, **_style(row, colour))
     ax.set_xticks(range(len(columns)), [words for *_, words in columns])
-    ax.set_ylim(bottom=0)
+    ax.set_ylim(0, 0.2)
 
 
 def _shown(found: Runs) -> list[tuple[str, str, str]]:
@@ -193,7 +182,7 @@ def _distances(found: Runs) -> str:
         ]
 
     head = [
-        h for kl in DISTANCES for h in _heads(f"lost at {kl:g} nats, updates a batch: ", found.staleness("staleness"))
+        h for kl in DISTANCES for h in _heads(f"lost at KL {kl:g}, updates a batch: ", found.staleness("staleness"))
     ]
     return _table(found, "staleness", head, cells)
 

@@ -185,24 +185,24 @@ class Runs:
     def staleness(self, experiment: str) -> list[int]:
         return sorted({r["schedule"]["updates_a_batch"] for r in self.all if r["experiment"] == experiment})
 
-    def lost(self, row: str, kl: float, updates_a_batch: int, experiment: str = "staleness") -> dict[int, float]:
-        """How much reward a row lacks of the best possible at its own distance from the reference; {seed: reward}.
-
-        That is known at the distance of each β, and interpolated between them. Seeds whose β do not reach around `kl`
-        are left out.
-        """
+    def gaps(self, row: str, updates_a_batch: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """{seed: (distances, rewards that lack)}: KL(π_θ‖π_ref) of each β, from near to far, and how much less reward
+        the row has than the best possible at that distance."""
         each = [
-            [self.of(experiment, row, quantity, beta, updates_a_batch) for beta in self.kl_coefs(experiment)]
+            [self.of("staleness", row, quantity, beta, updates_a_batch) for beta in self.kl_coefs("staleness")]
             for quantity in ("kl", "reward")
         ]
         found = {}
         for seed in each[0][0]:
             distances, rewards = (np.asarray([of_beta[seed] for of_beta in quantity]) for quantity in each)
             order = np.argsort(distances)
-            if distances[order[0]] <= kl <= distances[order[-1]]:
-                gaps = self._frontiers[seed](distances) - rewards
-                found[seed] = float(np.interp(kl, distances[order], gaps[order]))
+            found[seed] = distances[order], (self._frontiers[seed](distances) - rewards)[order]
         return found
+
+    def lost(self, row: str, kl: float, updates_a_batch: int) -> dict[int, float]:
+        """`gaps` at one distance, interpolated; {seed: reward}. Seeds whose β do not reach around it are left out."""
+        found = self.gaps(row, updates_a_batch).items()
+        return {seed: float(np.interp(kl, x, gap)) for seed, (x, gap) in found if x[0] <= kl <= x[-1]}
 
     @functools.cached_property
     def _frontiers(self) -> dict[int, Callable[[np.ndarray], np.ndarray]]:
