@@ -16,48 +16,42 @@ PORT = 8000  # of servers
 SERVERS_SECRETS = ("RPG_JAX_API_KEY", "RPG_JAX_CERTIFICATE", "RPG_JAX_PRIVATE_KEY")
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """One launch, and the TPU slices that it asks Google Cloud for.
+def option(help: str, default: Any = dataclasses.MISSING, **how: Any) -> Any:
+    """A field of `Job` that both launchers take as an option; `how` is for argparse."""
+    return dataclasses.field(default=default, metadata={"help": help, **how})
 
-    Attributes:
-      name: of the run, the queued resource and the TPU VM; a DNS label.
-      bucket: gs:// address for runs, launch files and the compilation cache.
-      type: accelerator type of one slice.
-      slices: number of slices, which talk over the data centre's network.
-      capacity: one of `CAPACITIES`.
-      service_account: of the workers; None is the project's default.
-      network: VPC network; None is `default`.
-      internal_ips: whether workers have no external addresses.
-      give_up_after: how long the request may queue.
-      chip_price: dollars per chip and hour; None takes the price list.
-      trainer: arguments for `python -m rpg_jax.train`, or for `rpg_jax.serve` with `serves_for`; or "first-hour" and
-        arguments for `rpg_jax.first_hour`.
-      secrets: (environment variable, name in Secret Manager) pairs.
-      keep: whether a TPU stays, and costs, once its run has ended.
-      max_hours: after so many hours the run is saved and the TPU deleted; None sets no limit.
-      budget: dollars, which are a limit of hours too; None sets no limit.
-      serves_for: name of the run for which every slice of this job is a server; None for a job that trains.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """One launch, and the TPU slices that it asks Google Cloud for. A field with a help text is an option.
+
+    `trainer` is what follows `--`: arguments of `python -m rpg_jax.train`, of `rpg_jax.serve` with `serves_for`, or
+    "first-hour" and arguments of `rpg_jax.first_hour`. `secrets` are (environment variable, name) pairs.
     """
 
-    name: str
-    bucket: str
-    type: str
-    zone: str
-    project: str
-    slices: int = 1
-    capacity: str = "on-demand"
-    service_account: str | None = None
-    network: str | None = None
-    internal_ips: bool = False
+    name: str = option("name of the run and of the TPU: a DNS label; the same name resumes")
+    type: str = option("accelerator type of one slice, e.g. v5p-16 (a wrong one lists all)")
+    slices: int = option("number of slices, which talk over the data centre's network (default: 1)", 1, type=int)
+    capacity: str = option("default: on-demand", "on-demand", choices=CAPACITIES)
+    secrets: tuple[tuple[str, str], ...] = option(
+        "environment variable to fill from Secret Manager, by name; repeatable",
+        (),
+        action="append",
+        metavar="VARIABLE=NAME",
+    )
+    serves_for: str | None = option("servers for the run of this name (rollout.driver=servers)", None, metavar="RUN")
+    zone: str = option("e.g. us-east5-a")
+    project: str = option("default: gcloud's current project")
+    bucket: str = option("gs://NAME[/folder] in the zone's region; holds runs, launch files, a cache")
+    service_account: str | None = option("of the workers (default: the project's Compute Engine account)", None)
+    network: str | None = option("VPC network (default: default)", None)
+    internal_ips: bool = option("workers without external addresses", False, action="store_true")
+    chip_price: float | None = option("dollars per chip and hour, in place of the price list", None, type=float)
+    keep: bool = option("keep what costs when the run has ended", False, action="store_true")
+    max_hours: float | None = option("save, end and free everything so many hours from now", None, type=float)
+    budget: float | None = option("the hours that so many dollars pay, as --max-hours", None, type=float, metavar="USD")
     give_up_after: str = "30d"
-    chip_price: float | None = None
     trainer: tuple[str, ...] = ()
-    secrets: tuple[tuple[str, str], ...] = ()
-    keep: bool = False
-    max_hours: float | None = None
-    budget: float | None = None
-    serves_for: str | None = None
 
     @property
     def slice(self) -> Slice:
@@ -149,7 +143,7 @@ class Job:
         path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
-FIELDS = tuple(field.name for field in dataclasses.fields(Job))
+FIELDS = {field.name: dict(field.metadata) for field in dataclasses.fields(Job)}
 
 
 def load(path: Path) -> dict[str, Any]:

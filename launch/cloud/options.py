@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from cloud import preflight, words
 from cloud.errors import LaunchError
-from cloud.job import CAPACITIES, FIELDS, ROOT, Job, load
+from cloud.job import FIELDS, ROOT, Job, load
 from cloud.shell import Shell
 
 
@@ -31,31 +31,15 @@ def parser(program: str, description: str, commands: dict[str, str]) -> Parser:
         "commands:\n" + "\n".join(f"  {name:<8} {meaning}" for name, meaning in commands.items()),
     )  # fmt: skip
     made.add_argument("command", choices=list(commands), metavar="COMMAND", help="one of the commands below")
-    what = made.add_argument_group("what")
-    what.add_argument("--name", help="name of the run and of the TPU: a DNS label; the same name resumes")
-    what.add_argument("--type", help="accelerator type of one slice, e.g. v5p-16 (a wrong one lists all)")
-    what.add_argument("--slices", type=int, help="number of slices (default: 1)")
-    what.add_argument("--capacity", choices=CAPACITIES, help="default: on-demand")
-    what.add_argument("--secret", action="append", metavar="VARIABLE=NAME", dest="secrets",
-                      help="environment variable to fill from Secret Manager, by name; repeatable")  # fmt: skip
-    what.add_argument("--serves-for", metavar="RUN", help="servers for the run of this name (rollout.driver=servers)")
-    where = made.add_argument_group("where")
-    where.add_argument("--zone", help="e.g. us-east5-a")
-    where.add_argument("--project", help="default: gcloud's current project")
-    where.add_argument("--bucket", help="gs://NAME[/folder] in the zone's region; holds runs, launch files, a cache")
-    where.add_argument("--service-account", help="of the workers (default: the project's Compute Engine account)")
-    where.add_argument("--network", help="VPC network (default: default)")
-    where.add_argument("--internal-ips", action="store_true", default=None, help="workers without external addresses")
-    how = made.add_argument_group("how")
-    how.add_argument("--dry-run", action="store_true", help="print every command, write every file, run nothing")
-    how.add_argument("--yes", action="store_true", help="delete without asking")
-    how.add_argument("--staging", type=Path, help="folder for the written files (default: runs/launch/NAME)")
-    how.add_argument("--no-watch", action="store_true", help="up: return once all is asked for")
-    how.add_argument("--no-plan", action="store_true", help="do not ask rpg_jax.plan whether the config fits")
-    how.add_argument("--chip-price", type=float, help="dollars per chip and hour, in place of the price list")
-    how.add_argument("--keep", action="store_true", default=None, help="keep what costs when the run has ended")
-    how.add_argument("--max-hours", type=float, help="save, end and free everything so many hours from now")
-    how.add_argument("--budget", type=float, metavar="USD", help="the hours that so many dollars pay, as --max-hours")
+    for name, how in FIELDS.items():
+        if how:
+            flag = "--secret" if name == "secrets" else f"--{name.replace('_', '-')}"
+            made.add_argument(flag, dest=name, default=None, **how)
+    made.add_argument("--dry-run", action="store_true", help="print every command, write every file, run nothing")
+    made.add_argument("--yes", action="store_true", help="delete without asking")
+    made.add_argument("--staging", type=Path, help="folder for the written files (default: runs/launch/NAME)")
+    made.add_argument("--no-watch", action="store_true", help="up: return once all is asked for")
+    made.add_argument("--no-plan", action="store_true", help="do not ask rpg_jax.plan whether the config fits")
     return made
 
 

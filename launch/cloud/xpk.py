@@ -20,6 +20,7 @@ COMMANDS = {
     "delete": "deletes the cluster after asking; runs and checkpoints stay in the bucket",
 }
 GRACE_SECONDS = 60
+MAX_RESTARTS = 20  # of the workload, after failures or preemptions
 RESTART_ON = (1, 75)
 """An exception (a lost peer is one) and a stall, as in rpg_jax/runs/processes.py; XPK adds signals, 127 to 255."""
 MONTH = 30 * 24 * 3600
@@ -31,7 +32,6 @@ def main(argv: list[str], shell: Shell | None = None) -> int:
     parser.add_argument("--cluster", help="GKE cluster (default: the run's name)")
     parser.add_argument("--image", help="default: an image of this commit in the region's Artifact Registry")
     parser.add_argument("--reservation", help="the reservation's name, for --capacity=reserved")
-    parser.add_argument("--max-restarts", type=int, default=20, help="of the workload, after failures or preemptions")
     return options.run(parser, argv, shell, lambda launch: HANDLERS[launch.options.command](launch))
 
 
@@ -83,7 +83,7 @@ def _submit(launch: Launch) -> None:
     command = ["exec", "/rpg/.venv/bin/python", "/rpg/launch/cloud/supervise.py", *job.supervised]
     create = ["xpk", "workload", "create", *_cluster(launch), f"--workload={job.name}", f"--tpu-type={job.type}"]
     create += [f"--num-slices={job.slices}", f"--docker-image={_image(launch)}", f"--command={shlex.join(command)}"]
-    create += [f"--max-restarts={launch.options.max_restarts}", f"--termination-grace-period-seconds={GRACE_SECONDS}"]
+    create += [f"--max-restarts={MAX_RESTARTS}", f"--termination-grace-period-seconds={GRACE_SECONDS}"]
     create += [f"--restart-on-exit-codes={','.join(map(str, RESTART_ON))}"]
     launch.staging.mkdir(parents=True, exist_ok=True)
     shell.do([*create, f"--output-manifest-file={launch.staging / 'jobset.yaml'}"])
@@ -155,14 +155,15 @@ def _credentials(launch: Launch) -> None:
 
 
 def _capacity(launch: Launch) -> str:
+    if launch.job.service_account or launch.job.internal_ips:
+        problem = "--service-account and --internal-ips: pods have the account and the addresses of the cluster"
+        raise LaunchError(problem, "leave them out")
     if launch.job.capacity == "reserved":
         if not launch.options.reservation:
             raise LaunchError("--capacity=reserved needs the reservation's name", "pass --reservation=NAME")
         return f"--reservation={launch.options.reservation}"
     if launch.job.capacity == "flex-start":
         raise LaunchError("--capacity=flex-start is a queued resource, which a cluster does not have", "use launch/tpu")
-    if launch.job.service_account:
-        raise LaunchError("--service-account: xpk gives pods the account of the cluster", "leave it out")
     return f"--{launch.job.capacity}"
 
 

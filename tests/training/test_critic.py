@@ -218,3 +218,16 @@ def test_no_entropy_is_computed_for_a_bonus_of_zero():
 def test_what_is_added_to_a_loss_needs_to_know_how_it_is_aggregated():
     with pytest.raises(ValueError, match="entropy_coef=0.1.*give mean"):
         Objective(policy_loss_fn("ppo"), entropy_coef=0.1)
+
+
+def test_the_critic_of_a_mixture_chooses_its_own_experts():
+    """Its routers are not the policy's, whose experts the rows may have."""
+    config = dataclasses.replace(MODEL, tie_embeddings=True, experts=models.Experts(4, 2, 16))
+    graphdef, policy = models.init(config, seed=3)
+    critic = Critic(graphdef, optimizer=None)
+    params = critic.init(policy) | {"value": {"weight": jnp.sin(jnp.arange(16.0)), "bias": jnp.float32(0.1)}}
+    rows = make_batch().rows
+    record = np.argsort(np.random.default_rng(0).random((*rows.tokens.shape, 1, 4)))[..., :2].astype(np.uint8)
+    own = critic.values(params, rows)
+    assert np.abs(own).max() > 0.1
+    np.testing.assert_array_equal(own, critic.values(params, rows.replace(experts=record)))

@@ -22,6 +22,7 @@ from rpg_jax.types import Completion, Count
 MODEL = models.DecoderConfig(
     vocab_size=16, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, hidden_dim=32
 )
+MOE = dataclasses.replace(MODEL, experts=models.Experts(4, 2, 16))
 ROWS = 16
 
 
@@ -66,10 +67,10 @@ def make_batch(seed=0):
 
 
 @functools.cache  # what several tests ask for is compiled once
-def build(mesh_shape, loss, devices, offload, compute_dtype, settings):
+def build(mesh_shape, loss, devices, offload, compute_dtype, model, settings):
     mesh = parallel.make_mesh(dict(mesh_shape), jax.devices()[:devices])
-    graphdef, shapes = models.abstract(MODEL, compute_dtype=compute_dtype)
-    param_shardings = parallel.shardings(models.logical_axes(MODEL), shapes, mesh)
+    graphdef, shapes = models.abstract(model, compute_dtype=compute_dtype)
+    param_shardings = parallel.shardings(models.logical_axes(model), shapes, mesh)
     settings = (
         dict(
             learning_rate=1e-2,
@@ -99,10 +100,10 @@ def build(mesh_shape, loss, devices, offload, compute_dtype, settings):
     return programs, mesh, param_shardings, optimizer, where
 
 
-def make(mesh_shape=None, *, loss=None, devices=1, offload=False, compute_dtype="float32", **settings):
-    how = devices, offload, compute_dtype, tuple(settings.items())
+def make(mesh_shape=None, *, loss=None, devices=1, offload=False, compute_dtype="float32", model=MODEL, **settings):
+    how = devices, offload, compute_dtype, model, tuple(settings.items())
     programs, mesh, param_shardings, *rest = build(tuple((mesh_shape or {}).items()), loss, *how)
-    params = models.init(MODEL, seed=3, shardings=param_shardings)[1]
+    params = models.init(model, seed=3, shardings=param_shardings)[1]
     return programs, create_state(params, *rest), mesh
 
 
@@ -185,6 +186,17 @@ def test_the_logprob_pass_is_what_the_update_sees():
     total, weight = metrics["importance_ratio"]
     np.testing.assert_allclose(total / weight, 1.0, atol=1e-5)
     assert metrics["log_ratio_max"][0] < 1e-5
+
+
+def test_the_update_replays_the_experts_that_the_log_prob_pass_replays():
+    programs, state, _ = make(model=MOE)
+    batch = make_batch()
+    record = np.argsort(np.random.default_rng(0).random((*batch.rows.tokens.shape, 2, 4)))[..., :2].astype(np.uint8)
+    batch = dataclasses.replace(batch, rows=batch.rows.replace(experts=record))
+    for rows, ratios_are_one in ((batch.rows, True), (batch.rows.unrouted, False)):
+        logprobs = programs.logprobs(state.params, rows)[0]
+        _, metrics = programs.update(make(model=MOE)[1], [dataclasses.replace(batch, behaviour_logprobs=logprobs)])
+        assert (metrics["log_ratio_max"][0] < 1e-5) == ratios_are_one
 
 
 @pytest.mark.parametrize("compute_dtype, precision", [("float32", "HIGHEST"), ("bfloat16", "DEFAULT")])
