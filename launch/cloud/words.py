@@ -1,4 +1,4 @@
-"""Checks the form of names, addresses and limits: commands paste them into scripts and into remote command lines."""
+"""Checks the form of names, addresses and limits: commands paste them into scripts that run on workers."""
 
 import math
 import re
