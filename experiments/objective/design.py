@@ -38,6 +38,13 @@ def prefix_weighted(tokens: Tokens, kl_coef: Scalar) -> jax.Array:
     return weight * library("rpg", divergence="urkl", clip="none")(tokens, kl_coef)
 
 
+def clipped(name: str, **options: Any) -> Estimator:
+    """A row with the dual clip of the paper's recipes, of a token's w for each token."""
+    bounds: dict[str, Any] = {"clip": "dual", "clip_low": 0.2, "clip_high": 0.28, "clip_dual": 10.0}
+    of = rpg(name, "urkl", **options)
+    return dataclasses.replace(of, losses=library("rpg", divergence="urkl", **options, **bounds))
+
+
 EXACT = "exact gradient of J"
 NO_KL = Estimator("no KL (PPO)", "–", library("ppo", **NO_CLIP), "reverse")
 ROWS: Mapping[str, Estimator] = MappingProxyType(
@@ -62,11 +69,25 @@ ROWS: Mapping[str, Estimator] = MappingProxyType(
         )
     }
 )
+UNCLIPPED = tuple(ROWS)
+CLIPPED = {
+    e.key: e
+    for e in (
+        Estimator("no KL, clip", "–", library("ppo", clip_low=0.2, clip_high=0.28), "reverse"),
+        Estimator("per token (GRPO), clip", "k₃", library("grpo"), "reverse"),
+        clipped("per token, clip"),
+        clipped("sequence, stale log r (KL in the reward), weight w, clip", level="sequence", kl_ratio="behaviour"),
+        clipped("sequence, weight w, clip", level="sequence"),
+        clipped("sequence, weight min(W, 2), clip", level="sequence", weight="capped", weight_cap=2.0),
+        clipped("to-go, weight w, clip", level="to_go"),
+    )
+}
+ROWS = MappingProxyType({**ROWS, **CLIPPED})
 BASELINE = "sequence, weight w: URKL"
 CAPPED = "sequence, weight min(W, 2): URKL"
 TOKEN, GRPO, K1 = "per token: URKL", "per token (GRPO): k₃", "per token (Tunix): k₁"
 IN_REWARD = f"{STALE}, weight w: URKL"
-ALL = (EXACT, *ROWS)
+ALL = (EXACT, *UNCLIPPED)
 FEW = (EXACT, BASELINE, "sequence, weight W: URKL", IN_REWARD, f"{TO_GO}: URKL", "to-go, exact: URKL", TOKEN, GRPO)
 
 
@@ -106,8 +127,9 @@ EXPERIMENTS: Mapping[str, Experiment] = MappingProxyType(
         "wrong verifier": Experiment(kl_coefs=THREE, wrong=True),
         "short": Experiment(FEW, changes={"ends": 1 / 4}),
         "long": Experiment(FEW, changes={"ends": 1 / 16, "longest": 60}),
-        "token mean": Experiment(tuple(ROWS), schedules=[Schedule(n, token_mean=True) for n in STALENESS]),
+        "token mean": Experiment(UNCLIPPED, schedules=[Schedule(n, token_mean=True) for n in STALENESS]),
         "iterative": Experiment(schedules=(Schedule(8, reference_batches=2),)),
+        "clipped": Experiment(tuple(CLIPPED), schedules=[Schedule(n) for n in STALENESS[1:]]),
         "longer": Experiment(FEW, changes={"updates": 6_400}),
     }
 )

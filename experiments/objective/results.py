@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.objective.design import BASELINE, BOUND, CAPPED, EXACT, GRPO, IN_REWARD, NO_KL, ROWS, SCAN, TOKEN
+from experiments.objective.design import (
+    BASELINE,
+    BOUND,
+    CAPPED,
+    CLIPPED,
+    EXACT,
+    GRPO,
+    IN_REWARD,
+    NO_KL,
+    ROWS,
+    SCAN,
+    TOKEN,
+)
 from experiments.objective.runs import MIDDLE, Runs, best_rates, regret_of
 from rpg_jax.report import plots
 from rpg_jax.report.seeds import Mean, mean, paired_difference
@@ -27,6 +39,7 @@ SHOWN = {  # row: its words in the figure
     GRPO: "GRPO's KL term (k₃)",
 }
 DISTANCES = (1.0, 2.0)  # nats a completion, at which rewards are compared
+UNCLIPPED_OF = {row: row.replace(", clip", "") for row in CLIPPED} | {"no KL, clip: –": NO_KL.key}
 LENGTHS = ("short", "staleness", "long")  # experiments whose completions have different lengths
 
 
@@ -38,6 +51,7 @@ def tables(found: Runs) -> dict[str, str]:
         "The strength of the KL term": ("staleness", _strengths),
         "Shorter and longer completions": ("long", _lengths),
         "The mean over tokens": ("token mean", _token_mean),
+        "With a clip": ("clipped", _clipped),
         "A verifier that is wrong": ("wrong verifier", _wrong),
         "A reference that moves": ("iterative", _iterative),
         "Longer runs": ("longer", _longer),
@@ -199,20 +213,26 @@ def _strengths(found: Runs) -> str:
 
 
 def _token_mean(found: Runs) -> str:
-    stale = found.staleness("token mean")
+    return _changes(found, "token mean", "against the sum", lambda row: row)
+
+
+def _clipped(found: Runs) -> str:
+    return _changes(found, "clipped", "against no clip", UNCLIPPED_OF.__getitem__)
+
+
+def _changes(found: Runs, experiment: str, head: str, of: Callable[[str], str]) -> str:
+    """Regrets of an experiment, and their differences to those of another row without its change."""
+    stale = found.staleness(experiment)
 
     def cells(row: str) -> list[str]:
         made = []
         for n in stale:
-            ours, summed = (
-                found.of(name, row, "own_regret", updates_a_batch=n) for name in ("token mean", "staleness")
-            )
-            change = paired_difference(ours, summed)
+            ours = found.of(experiment, row, "own_regret", updates_a_batch=n)
+            change = paired_difference(ours, found.of("staleness", of(row), "own_regret", updates_a_batch=n))
             made += [_text(ours), f"{_mean_text(change, sign='+')} {verdict(change)}".strip()]
         return made
 
-    head = [h for n in stale for h in (f"regret, {n} updates a batch", "against the sum")]
-    return _table(found, "token mean", head, cells)
+    return _table(found, experiment, [h for n in stale for h in (f"regret, {n} updates a batch", head)], cells)
 
 
 def _wrong(found: Runs) -> str:

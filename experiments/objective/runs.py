@@ -110,19 +110,21 @@ def run_objective(
 ) -> Kept:
     """Makes the runs that the file `path` lacks, `jobs` units at once, and appends each unit's runs to it.
 
+    The file may lack whole experiments of `s`.
+
     Raises:
       ValueError: the file has runs with other settings, or another command is at work in its folder.
     """
     settings = json.loads(json.dumps(dataclasses.asdict(s)))
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.parent) as lock:
-        if not path.exists():
-            write_atomically(path, json.dumps({"settings": settings}, ensure_ascii=False) + "\n")
-        text = path.read_text(encoding="utf-8")
-        records = read(text).records
-        if read(text).settings != settings:
+        text = path.read_text(encoding="utf-8") if path.exists() else json.dumps({"settings": settings}) + "\n"
+        records, before = read(text).records, read(text).settings
+        known = {name: settings["experiments"].get(name) for name in before["experiments"]}
+        if before != {**settings, "experiments": known}:
             raise ValueError(f"the runs in {path} have other settings: choose another --out, or delete that file")
-        write_atomically(path, text[: text.rfind("\n") + 1])
+        lines = [json.dumps({"settings": settings}, ensure_ascii=False), *text[: text.rfind("\n")].split("\n")[1:]]
+        write_atomically(path, "\n".join(lines) + "\n")
         made_with, log = kept.made_with(), path.with_name("output.log")
 
         def make(wanted: Sequence[Unit]) -> None:
