@@ -231,6 +231,9 @@ def objective_claims() -> list[str]:
     def lost(row: str, kl: float, n: int = 8) -> str:
         return interval(mean([*found.lost(row, kl, n).values()]))
 
+    def clipped(row: str, n: int = 64) -> str:
+        return regret(row.replace(": URKL", ", clip: URKL"), n, "clipped")
+
     def right(row: str, beta: float, quantity: str = "right") -> str:
         return interval(mean([*found.of("wrong verifier", row, quantity, beta).values()]))
 
@@ -265,8 +268,9 @@ def objective_claims() -> list[str]:
         # What to use.
         f"{regret(BASELINE)} with w and {regret(CAPPED)} with min(W, 2)",
         f"the exact gradient, which needs no samples, ends {regret(EXACT)} below J*",
-        f"it ends {regret(CAPPED, 64)} below J*, against {regret(WHOLE, 64)} with W and {regret(IN_REWARD, 64)} with "
-        "the KL in the reward",
+        f"it ends {clipped(BASELINE)} below J* with w and {clipped(IN_REWARD)} as a KL in the reward",
+        f"Without a clip only min(W, 2) bears so many updates, {regret(CAPPED, 64)}; W has {regret(WHOLE, 64)} and "
+        f"a KL in the reward {regret(IN_REWARD, 64)}",
         f"{regret(TOKEN)} for URKL per token and {regret(GRPO)} for GRPO's k₃",
         f"GRPO's k₃ loses {lost(GRPO, 1)} of reward at 1 nat and {lost(GRPO, 2)} at 2 nats, URKL per token "
         f"{lost(TOKEN, 1)} and {lost(TOKEN, 2)}, the KL of completions {lost(BASELINE, 1)} and {lost(BASELINE, 2)}",
@@ -277,6 +281,7 @@ def objective_claims() -> list[str]:
         f"{interval(capped_against[WHOLE], '+')}, the KL in the reward {interval(capped_against[IN_REWARD], '+')}, "
         f"URKL per token {interval(capped_against[TOKEN], '+')} and k₃ {interval(capped_against[GRPO], '+')}",
         f"per token it is {interval(grows(TOKEN), '+')}, for k₃ {interval(grows(GRPO), '+')}",
+        f"URKL per token has {clipped(TOKEN)} there, to-go {clipped(f'{TO_GO}: URKL')}",
         # The prefix and the vocabulary.
         f"CTPO's weight of the prefix changes URKL per token by {interval(beyond(PREFIX, than=TOKEN), '+')} with 8 "
         f"updates a batch and by {interval(beyond(PREFIX, 64, than=TOKEN), '+')} with 64",
