@@ -91,24 +91,17 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     raise ValueError(f"no tokenizer at {path}: expected tokenizer.json or a SentencePiece *.model, found {found}")
 
 
-def train_sentencepiece(
-    texts: Iterable[str], path: str | os.PathLike[str], vocab_size: int | None = None
-) -> SentencePieceTokenizer:
+def train_sentencepiece(texts: Iterable[str], path: str | os.PathLike[str]) -> SentencePieceTokenizer:
     """Trains a character-level SentencePiece model on `texts`, writes it to `path` and loads it.
 
     Ids 0 to 3 are padding, end of text, beginning of text and unknown; the characters follow by frequency. The same
-    texts give the same bytes on every machine. Without `vocab_size` there is a piece for each character seen.
-
-    Raises:
-      ValueError: `vocab_size` leaves no room for some of the characters.
+    texts give the same bytes on every machine. Raises ValueError if there is no text.
     """
     texts = list(texts)
     characters = set("".join(texts)) - {"\n"}
     needed = len(characters) + 4 + 1  # four special pieces, and the line break, which SentencePiece reserves
     if not characters:
         raise ValueError("no text to train a tokenizer on")
-    if vocab_size is not None and vocab_size < needed:
-        raise ValueError(f"vocab_size={vocab_size} is too small: the texts need {needed} pieces")
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([line for text in texts for line in text.split("\n") if line]),

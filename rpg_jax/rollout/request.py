@@ -136,7 +136,7 @@ class Transcript:
     Attributes:
       tokens, logprobs: i32[n] and f32[n]; an observation's log-probabilities are 0.
       experts: [n, L, k], see `types.Completion`; none if they are not recorded.
-      spans: for each piece, the version of the weights and the number of tokens.
+      versions: for each piece, the version of the weights.
       count: the number of tokens.
       turn_start: the number of tokens before the present turn.
       observations: (first, end) of each observation.
@@ -147,7 +147,7 @@ class Transcript:
     tokens: list[np.ndarray] = dataclasses.field(default_factory=list)
     logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
     experts: list[np.ndarray] = dataclasses.field(default_factory=list)
-    spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
     count: int = 0
     turn_start: int = 0
     observations: list[tuple[int, int]] = dataclasses.field(default_factory=list)
@@ -162,7 +162,7 @@ class Transcript:
         self.tokens.append(tokens)
         self.logprobs.append(logprobs)
         self.experts += [] if experts is None else [experts]
-        self.spans.append((version, len(tokens)))
+        self.versions.append(version)
         self.count += len(tokens)
 
     def observe(self, tokens: np.ndarray, version: int) -> None:
@@ -252,7 +252,7 @@ class Row:
         if self.made is None:
             transcript = self.transcript
             tokens, logprobs = np.concatenate(transcript.tokens), np.concatenate(transcript.logprobs)
-            version, turns, experts = transcript.spans[0][0], None, None
+            version, turns, experts = transcript.versions[0], None, None
             if self.environment is not None:
                 turns = Turns.of(transcript.observations, transcript.rewards, transcript.error, length=transcript.count)
             if transcript.experts:

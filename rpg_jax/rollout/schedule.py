@@ -109,7 +109,7 @@ def completions_of(request: Request, groups: Sequence[Sequence[Row]], version: i
     Raises:
       RolloutError: log-probabilities that are not finite, or tokens of other weights.
     """
-    others = {v for group in groups for row in group for v, _ in row.transcript.spans} - {version}
+    others = {v for group in groups for row in group for v in row.transcript.versions} - {version}
     if others:
         raise RolloutError(
             f"weights changed from version {version} to {max(others)} during the rollout of step {request.step}: "
@@ -122,7 +122,7 @@ def completions_of(request: Request, groups: Sequence[Sequence[Row]], version: i
                 _, step, prompt_id, index = row.counters
                 raise RolloutError(
                     f"completion {index} of prompt {prompt_id} at step {step} has non-finite log-probabilities: "
-                    f"the weights (version {row.transcript.spans[-1][0]}) give non-finite logits"
+                    f"the weights (version {row.transcript.versions[-1]}) give non-finite logits"
                 )
     return made
 

@@ -32,7 +32,8 @@ def policy_logprobs(
         hidden, experts = model.routed(rows.tokens, rows.positions, rows.segment_ids, experts=rows.experts)
         if experts is not None:
             experts = jnp.take_along_axis(experts, rows.predictors[..., None, None], axis=1)
-        return *token_logprobs(model, _predictors(hidden, rows), rows, temperature, entropy), experts
+        inputs, how = head_arguments(model, _predictors(hidden, rows), rows)
+        return *losses.token_logprobs(*inputs, temperature=temperature, entropy=entropy, **how), experts
 
 
 def completion_hidden(model: Any, rows: Rows) -> jax.Array:
@@ -46,14 +47,6 @@ def completion_hidden(model: Any, rows: Rows) -> jax.Array:
 def _predictors(hidden: jax.Array, rows: Rows) -> jax.Array:
     hidden = jnp.take_along_axis(hidden, rows.predictors[..., None], axis=1)
     return jnp.where((rows.mask[..., None] != 0) | jnp.isfinite(hidden), hidden, 0)
-
-
-def token_logprobs(
-    model: Any, hidden: jax.Array, rows: Rows, temperature: float, entropy: bool
-) -> tuple[jax.Array, jax.Array | None]:
-    """The log-probs and the entropy (or None) of `policy_logprobs`, from the hidden states of `completion_hidden`."""
-    inputs, how = head_arguments(model, hidden, rows)
-    return losses.token_logprobs(*inputs, temperature=temperature, entropy=entropy, **how)
 
 
 def head_arguments(

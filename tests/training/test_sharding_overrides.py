@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rpg_jax import models, parallel
+from rpg_jax import losses, models, parallel
 from rpg_jax.models.lora import adapter_axes, init_adapters
 from rpg_jax.models.projections import lookup
-from rpg_jax.training.policy_logprobs import completion_hidden, token_logprobs
+from rpg_jax.training.policy_logprobs import completion_hidden, head_arguments
 from rpg_jax.types import Rows
 
 DIMENSIONS = dict(
@@ -69,7 +69,8 @@ def program(graphdef, base, trained, rows):
         model = nnx.merge(graphdef, models.policy_params(base, params))
         hidden = completion_hidden(model, rows)
         values = jnp.einsum("bcd,d->bc", hidden.astype(jnp.float32), head["value"]["weight"]) + head["value"]["bias"]
-        found = *token_logprobs(model, hidden, rows, 0.8, True), values
+        inputs, how = head_arguments(model, hidden, rows)
+        found = *losses.token_logprobs(*inputs, temperature=0.8, entropy=True, **how), values
         return sum(jnp.sum(jnp.sin(x + i)) for i, x in enumerate(found)), found
 
     gradient, found = jax.grad(loss, has_aux=True)(trained)

@@ -265,7 +265,7 @@ class Admission:
         row.transcript.extend(prompt[first:], np.zeros(drawn, np.float32), self._rollout.weights.version)
         padded = np.zeros((1, prompt_bucket(len(prompt), self._rollout.engine.decoding.capacity)), np.int32)
         padded[0, : len(prompt)] = prompt
-        piece = len(row.transcript.spans)
+        piece = len(row.transcript.versions)
         driver = await asyncio.to_thread(self._rollout.driver)
         driver.submit([Chunk(padded, np.array([len(prompt)], np.int32), [row])], stream)
         try:
@@ -275,9 +275,8 @@ class Admission:
                 if not np.isfinite(logprobs).all():
                     raise RolloutError(_NO_POLICY)
                 _TOKENS.inc(len(tokens))
-                version, _ = row.transcript.spans[piece]
+                yield tokens, logprobs, row.transcript.versions[piece]
                 piece += 1
-                yield tokens, logprobs, version
         finally:
             row.cancelled = True
             driver.retire(stream)
