@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from rpg_jax import losses, models
+from rpg_jax import data, losses, models
 from rpg_jax.models.lora import adapter_shapes
 from rpg_jax.planning import compiling
 
@@ -70,6 +70,13 @@ def test_frozen_weights_beside_adapters_have_no_gradient():
     sizes = {"rows": ROWS, "length": LENGTH, "predicted": PREDICTED}
     head = 2 * ROWS * PREDICTED * DENSE.embed_dim * DENSE.vocab_size  # its gradient, which nobody reads
     assert both == compiling.training_flops(DENSE, **sizes, frozen=True) + 3 * half + own + head
+
+
+def test_a_micro_batch_of_a_mixture_that_replays_has_the_experts_of_every_token():
+    moe, sharding = models.size("Qwen3-30B-A3B"), jax.NamedSharding(jax.make_mesh((1,), ("fsdp",)), jax.P("fsdp"))
+    batch = compiling.batch_of(data.RowShape(2, 8, 4), sharding, mixture=moe)
+    assert batch.rows.experts.shape == (2, 8, moe.num_layers, 8) and batch.rows.experts.dtype == jnp.uint8
+    assert compiling.batch_of(data.RowShape(2, 8, 4), sharding).rows.experts is None
 
 
 def test_a_mixture_counts_the_experts_that_a_token_sees():
