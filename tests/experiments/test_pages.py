@@ -294,10 +294,27 @@ def objective_claims() -> list[str]:
           (("URKL per token loses", TOKEN), ("k₃", GRPO), ("to-go with weight w", f"{TO_GO}: URKL"))),
         f"right completions at β = 0.5: {right(EXACT, 0.5)} for the exact gradient, {right(BASELINE, 0.5)} for the KL "
         f"of completions, {right(TOKEN, 0.5)} for URKL per token, {right(GRPO, 0.5)} for k₃",
+        "Against the KL of completions J is lower by "
+        f"{', '.join(f'{interval(pretrained_j(row))} ({name})' for row, name in PRETRAINED.items())}",
         f"after 6,400 updates by {interval(larger(BASELINE), '+')} for the KL of completions and "
         f"{interval(larger(EXACT), '+')} for the exact gradient; by {interval(larger(TOKEN), '+')} per token and "
         f"{interval(larger(GRPO), '+')} for k₃",
     ]  # fmt: skip
+
+
+PRETRAINED = {"per token: URKL": "URKL per token", "per token (GRPO): k₃": "k₃", "KL in the reward": "KL in the reward"}
+
+
+def pretrained_j(row: str) -> Mean:
+    """J at β = 0.1 of the KL of completions minus that of a row, on the pretrained model."""
+
+    def of(row: str) -> dict[int, float]:
+        found = (run for run in pretrained() if (run["row"], run["kl_coef"]) == (row, 0.1))
+        return {run["seed"]: run["reward"] - 0.1 * run["kl"] for run in found}
+
+    m = paired_difference(of("completions: RKL"), of(row))
+    assert m.value > 0 and not m.excludes_zero
+    return m
 
 
 def objective_readme() -> list[str]:
