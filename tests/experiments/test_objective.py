@@ -237,6 +237,13 @@ def test_every_experiment_names_rows_and_compares_with_the_first():
 
 
 @pytest.mark.slow
+def test_the_quick_programme_leaves_tables_and_a_figure(tmp_path):
+    assert program.main(["--quick", f"--out={tmp_path}", "--jobs=2"]) == 0
+    assert "| per token | URKL |" in (tmp_path / "tables.md").read_text(encoding="utf-8")
+    assert (tmp_path / "objective.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
 def test_runs_are_made_continued_and_equal_alone_and_together(tmp_path):
     s = ObjectiveSettings(
         task=SMALL,
