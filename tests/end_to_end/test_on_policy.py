@@ -26,7 +26,7 @@ def test_a_step_of_one_update_needs_no_pass_before_the_update(method, rows, tmp_
     passes = []
     monkeypatch.setattr(
         "rpg_jax.training.loop.Algorithm.logprobs",
-        lambda self, params, batch: (passes.append(params), self.programs.logprobs(params, batch.rows))[1],
+        lambda self, params, rows: (passes.append(params), self.programs.logprobs(params, rows))[1],
     )
     on_policy = trained(tmp_path / "on", method=method, **ROWS[rows])
     few = len(passes)
