@@ -1,5 +1,6 @@
 """Files of a run folder that were changed anywhere: a report shows the run, or leaves it or the file out by name."""
 
+import gc
 import json
 import os
 import random
@@ -66,6 +67,8 @@ FILES = ("metrics.jsonl", "config.json", "versions.json", "inputs.json", "rollou
 
 def fuzz(leave_run, tmp_path, monkeypatch, capsys, file, seeds, draw):
     monkeypatch.setattr(plots, "draw_curves", draw)
+    gc.collect()  # what earlier tests left may complain on stderr while it is deleted: not during a report
+    capsys.readouterr()
     run = leave_run(tmp_path / "run")
     (run / "inputs.json").write_text(json.dumps({"task.train": "0" * 64, run_files.START: "0" * 16}), encoding="utf-8")
     (run / "versions.json").write_text(
