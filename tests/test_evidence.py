@@ -256,7 +256,7 @@ def test_the_readme_says_the_same_as_the_page():
         f"ends {size(of(end(BASELINE)))} below the best possible",
         f"Per token it loses {size(beyond(TOKEN))} more",
         f"k₃ loses {size(beyond(GRPO))} more",
-        f"With 64 updates a batch and the usual clip it ends {size(clipped(BASELINE))} below",
+        f"With 64 updates a batch and the usual clip the KL of completions ends {size(clipped(BASELINE))} below",
         f"without a clip min(W, 2) loses {size(later(CAPPED))} against 8, W {size(later(WHOLE))} and a KL in the "
         f"reward {size(later(IN_REWARD))}",
         f"their mean is {signed(eight('reasoning'))} points from DAPO",

@@ -27,7 +27,7 @@ from experiments.objective.paths import PathSettings
 from rpg_jax.losses.tokens import Tokens, bounded_exp
 
 # Two rows are called equal where the whole 95 % interval of their difference lies within ± BOUND, and different where
-# it excludes 0. Rewards lie between 0 and 1. Chosen before the runs.
+# it lies elsewhere and excludes 0. Rewards lie between 0 and 1. Chosen before the runs.
 BOUND = 0.01
 
 

@@ -254,6 +254,7 @@ def objective_claims() -> list[str]:
     stale_middle = float(np.median([*found.of("staleness", BASELINE, "regret", updates_a_batch=64).values()]))
     fresh = [beyond(row, n) for n in (1, 8) for row in (WHOLE, CAPPED)]
     assert all(m.within(BOUND) for m in fresh)
+    assert all(clipped_grows(CLIPS[name]).within(BOUND) for name in ("w", "min(W, 2)", "to-go"))
     assert not any(x["uncommitted_changes"] for x in of_file.code)
     assert of_file.settings == json.loads(json.dumps(dataclasses.asdict(s)))
     return [
@@ -281,7 +282,8 @@ def objective_claims() -> list[str]:
         f"{interval(capped_against[WHOLE], '+')}, the KL in the reward {interval(capped_against[IN_REWARD], '+')}, "
         f"URKL per token {interval(capped_against[TOKEN], '+')} and k₃ {interval(capped_against[GRPO], '+')}",
         f"per token it is {interval(grows(TOKEN), '+')}, for k₃ {interval(grows(GRPO), '+')}",
-        f"URKL per token has {clipped(TOKEN)} there, to-go {clipped(f'{TO_GO}: URKL')}",
+        "from 8 to 64 updates a batch the regret changes by "
+        f"{', '.join(f'{interval(clipped_grows(row), chr(43))} ({name})' for name, row in CLIPS.items())}",
         # The prefix and the vocabulary.
         f"CTPO's weight of the prefix changes URKL per token by {interval(beyond(PREFIX, than=TOKEN), '+')} with 8 "
         f"updates a batch and by {interval(beyond(PREFIX, 64, than=TOKEN), '+')} with 64",
@@ -302,7 +304,15 @@ def objective_claims() -> list[str]:
     ]  # fmt: skip
 
 
+CLIPS = {"w": BASELINE, "min(W, 2)": CAPPED, "to-go": f"{TO_GO}: URKL", "KL in the reward": IN_REWARD}
+CLIPS |= {"URKL per token": TOKEN}
 PRETRAINED = {"per token: URKL": "URKL per token", "per token (GRPO): k₃": "k₃", "KL in the reward": "KL in the reward"}
+
+
+def clipped_grows(row: str) -> Mean:
+    """What 64 updates a batch cost a row with a clip against 8."""
+    name = row.replace(": URKL", ", clip: URKL")
+    return paired_difference(*(runs().of("clipped", name, "own_regret", updates_a_batch=n) for n in (64, 8)))
 
 
 def pretrained_j(row: str) -> Mean:
