@@ -62,6 +62,7 @@ ROWS: Mapping[str, Estimator] = MappingProxyType(
             rpg("sequence, weight W", "urkl", level="sequence", weight="product"),
             rpg(f"{TO_GO}, λ = 0.9", "urkl", level="to_go", trace_decay=0.9),
             rpg(TO_GO, "urkl", level="to_go"),
+            rpg("to-go, weight W, λ = 0.9", "urkl", **EXACT_TO_GO | {"trace_decay": 0.9}),
             rpg("to-go, exact", "urkl", **EXACT_TO_GO),
             rpg(f"to-go, exact, {WHOLE}", "rkl", estimator="exact", **EXACT_TO_GO),
             rpg("per token", "ufkl"),
@@ -127,10 +128,13 @@ EXPERIMENTS: Mapping[str, Experiment] = MappingProxyType(
         "wrong verifier": Experiment(kl_coefs=THREE, wrong=True),
         "short": Experiment(FEW, changes={"ends": 1 / 4}),
         "long": Experiment(FEW, changes={"ends": 1 / 16, "longest": 60}),
-        "token mean": Experiment(UNCLIPPED, schedules=[Schedule(n, token_mean=True) for n in STALENESS]),
+        "token mean": Experiment(UNCLIPPED, KL_COEFS, schedules=[Schedule(n, token_mean=True) for n in STALENESS]),
         "iterative": Experiment(schedules=(Schedule(8, reference_batches=2),)),
         "clipped": Experiment(tuple(CLIPPED), schedules=[Schedule(n) for n in STALENESS[1:]]),
-        "longer": Experiment(FEW, changes={"updates": 6_400}),
+        "longer": Experiment(schedules=[Schedule(n) for n in STALENESS], changes={"updates": 6_400}),
+        "longer, clipped": Experiment(
+            tuple(CLIPPED), schedules=[Schedule(n) for n in STALENESS[1:]], changes={"updates": 6_400}
+        ),
     }
 )
 RATES = (3e-3, 1e-2, 3e-2)

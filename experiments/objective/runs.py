@@ -175,7 +175,8 @@ class Runs:
         raise KeyError(f"no runs of {row} in {experiment} with β = {kl_coef}, {updates_a_batch} updates a batch")
 
     def rows(self, experiment: str) -> list[str]:
-        return list(dict.fromkeys(r["row"] for r in self.all if r["experiment"] == experiment))
+        made = {r["row"] for r in self.all if r["experiment"] == experiment}
+        return [row for row in (*ROWS, EXACT) if row in made]
 
     def kl_coefs(self, experiment: str) -> list[float]:
         return next((r["kl_coefs"] for r in self.all if r["experiment"] == experiment), [])
