@@ -6,27 +6,27 @@ The devices need not be there, and no array is made.
 import dataclasses
 import time
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rpg_jax import models, parallel
 from rpg_jax.data import RowShape
 from rpg_jax.models import DecoderConfig
 from rpg_jax.planning import hlo
 from rpg_jax.planning.chips import Chip
 from rpg_jax.planning.efficiency import Rates
 from rpg_jax.rollout import DecodeEngine, Decoding, Weights, prefill_shape
-from rpg_jax.runs import memory
 from rpg_jax.runs.layout import Layout, row_shape, rows_per_update
 from rpg_jax.runs.learner import Learner, learner_programs
-from rpg_jax.runs.memory import placed
+from rpg_jax.runs.memory import decoding_params, placed
 from rpg_jax.runs.teacher import reference_layout
 from rpg_jax.training.critic import Critic
 from rpg_jax.training.step import Anchor, Programs, Sums
 from rpg_jax.types import Batch, Rows
+
+SAMPLING = frozenset({"prefill", "decode", "exchange"})  # the other programs train
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +67,10 @@ class Program:
     def fits(self, chip: Chip) -> bool:
         return not self.refused and self.hbm <= chip.hbm
 
-    def limits(self, chip: Chip) -> dict[str, float]:
-        """Seconds that each resource alone would take at its peak rate."""
+    def limits(self, chip: Chip, run: float = 1.0) -> dict[str, float]:
+        """Seconds that each resource alone would take at its peak rate, with a share `run` of the operations."""
         return {
-            "compute": max(self.costs.flops, self.model_flops) / chip.flops,
+            "compute": run * max(self.costs.flops, self.model_flops) / chip.flops,
             "HBM": self.costs.bytes / chip.hbm_bandwidth,
             "ICI": sum(self.costs.collectives.values()) / chip.ici_bandwidth,
         }
@@ -81,10 +81,10 @@ class Program:
         name = max(limits, key=limits.__getitem__)
         return name, limits[name]
 
-    def expected(self, chip: Chip, rates: Rates) -> float:
-        """Seconds at `rates`, with the latency of every collective."""
+    def expected(self, chip: Chip, rates: Rates, run: float = 1.0) -> float:
+        """Seconds at `rates`, with the latency of every collective, and with a share `run` of the operations."""
         shares = {"compute": rates.flops, "HBM": rates.hbm, "ICI": rates.ici}
-        slowest = max(seconds / shares[name] for name, seconds in self.limits(chip).items())
+        slowest = max(seconds / shares[name] for name, seconds in self.limits(chip, run).items())
         return slowest + self.costs.launches * rates.collective_seconds
 
 
@@ -101,9 +101,8 @@ def compile_program(
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        seconds = time.perf_counter() - start
-        reason = next(line for line in str(error).splitlines() if line.strip())
-        return Program(name, 0, 0, 0, 0, resident, hlo.Costs(), model_flops, seconds, reason[:300])
+        said = next(line for line in str(error).splitlines() if line.strip())[:300]
+        return Program(name, 0, 0, 0, 0, resident, hlo.Costs(), model_flops, time.perf_counter() - start, said)
     seconds = time.perf_counter() - start
     m, costs = compiled.memory_analysis(), hlo.count(compiled.as_text(), cheapest=cheapest)
     sizes = m.argument_size_in_bytes, m.temp_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes
@@ -119,8 +118,7 @@ def lowered_programs(
     with layout.activate():
         for name, lowered in training(layout, learner):
             yield name, lowered, flops[name]
-    params = memory.decoding_params(layout, decoding)
-    engine = DecodeEngine(layout.model, layout.graphdef, Weights(params), decoding)
+    engine = DecodeEngine(layout.model, layout.graphdef, Weights(decoding_params(layout, decoding)), decoding)
     shape = prefill_shape(layout.config.task.max_prompt_tokens, decoding.capacity)
     for name, lowered in engine.lower(*shape).items():
         yield name, lowered, flops[name]
@@ -175,11 +173,9 @@ def with_anchor(programs: Programs, batch: Batch, layout: Layout) -> tuple[Progr
     model, dtype = layout.model, jnp.dtype(layout.config.model.compute_dtype)
     (rows, tokens), where = batch.rows.targets.shape, batch.rows.targets.sharding
     hidden: Any = jax.ShapeDtypeStruct((rows, tokens, model.embed_dim), dtype, sharding=where)
-    words = jax.ShapeDtypeStruct((model.vocab_size, model.embed_dim), dtype)
-    axes = {"head": models.logical_axes(model)["embed"]}
-    head = placed({"head": words}, parallel.shardings(axes, {"head": words}, layout.mesh, layout.rules))["head"]
-    anchor = Anchor(lambda rows: hidden, cast(Any, head))
-    return programs.beside(anchor), dataclasses.replace(batch, ref_hidden=hidden)
+    embed = layout.abstract_params["embed"]
+    head: Any = jax.ShapeDtypeStruct(embed.shape, dtype, sharding=embed.sharding)
+    return programs.beside(Anchor(lambda rows: hidden, head)), dataclasses.replace(batch, ref_hidden=hidden)
 
 
 def training(layout: Layout, learner: Learner) -> Iterator[tuple[str, jax.stages.Lowered]]:
@@ -211,9 +207,12 @@ def token_flops(config: DecoderConfig, *, tokens: float, attended: float, predic
     Logits are computed at `predicted` positions in all. Every multiply-add of a matrix product counts as two. Norms,
     rotations and softmax do not count.
     """
-    scores_and_values = 2 * 2 * config.num_heads * config.head_dim * attended
-    head = 2 * config.embed_dim * config.vocab_size
-    return tokens * config.num_layers * (_layer(config) + scores_and_values) + predicted * head
+    D, H = config.embed_dim, config.head_dim
+    weights = 2 * D * config.num_heads * H + 2 * D * config.num_kv_heads * H + 3 * D * _hidden_units(config)
+    if config.experts:
+        weights += D * config.experts.count
+    scores_and_values = 2 * 2 * config.num_heads * H * attended
+    return tokens * config.num_layers * (2.0 * weights + scores_and_values) + predicted * 2 * D * config.vocab_size
 
 
 def forward_flops(config: DecoderConfig, *, rows: int, length: int, predicted: int) -> float:
@@ -245,15 +244,6 @@ def training_flops(
         again = layers + tokens * config.num_layers * (scores - last)
     saved = token_flops(config, tokens=tokens, attended=0, predicted=logits) if frozen else 0.0
     return 3 * forward + (forward - layers) + again - saved
-
-
-def _layer(config: DecoderConfig) -> float:
-    """Operations of one layer's matrix products for one token, without attention's scores and values."""
-    D, H = config.embed_dim, config.head_dim
-    weights = 2 * D * config.num_heads * H + 2 * D * config.num_kv_heads * H
-    if config.experts:
-        weights += D * config.experts.count
-    return 2.0 * (weights + 3 * D * _hidden_units(config))
 
 
 def _hidden_units(config: DecoderConfig) -> int:

@@ -14,16 +14,13 @@ from ml_collections import ConfigDict
 
 from rpg_jax.models.sizes import parameter_count
 from rpg_jax.planning import run_plan
-from rpg_jax.planning.compiling import Program, operations
+from rpg_jax.planning.compiling import SAMPLING, Program, operations
 from rpg_jax.planning.hlo import Costs
-from rpg_jax.planning.run_plan import layout_on
 from rpg_jax.planning.step_time import Lengths
 from rpg_jax.planning.topologies import Topology
 from rpg_jax.rollout import Decoding, prefill_shape
 from rpg_jax.runs import config_files, memory
 from rpg_jax.runs.layout import Layout, row_shape
-from rpg_jax.runs.learner import make_learner
-from rpg_jax.runs.memory import TRUSTED, bytes_of_a_number, bytes_on_a_device, make_decoding, own_peaks, resident
 
 
 def estimated_programs(layout: Layout, decoding: Decoding, resident: dict[str, float]) -> dict[str, Program]:
@@ -45,7 +42,7 @@ def _training(layout: Layout, flops: Mapping[str, float]) -> dict[str, tuple[Cos
     model, shape = layout.model, row_shape(layout.config)
     weights, held = parameter_count(model), memory.bytes_on_a_device(layout.abstract_trained)
     summed = sum(4 * x.size for x in jax.tree.leaves(layout.trained_shapes))
-    width, layers = bytes_of_a_number(layout), model.num_layers
+    width, layers = memory.bytes_of_a_number(layout), model.num_layers
     split = layout.mesh.shape["fsdp"] > 1
     gathered = split * width * weights / layout.mesh.shape["tensor"]
     rows = shape.rows * shape.length / layout.mesh.size  # tokens of a chip
@@ -56,40 +53,29 @@ def _training(layout: Layout, flops: Mapping[str, float]) -> dict[str, tuple[Cos
         traffic = passes * width * weights + 2 * passes * rows * layers * 16 * model.embed_dim * width
         return Costs(flops[name], traffic, network, launches)
 
-    update = costs("update", 3, gradients=True)
-    found = {
-        "log-probs": costs("log-probs", 1),
-        "update": update,
-        "start": update,
-        "add": update,
-        "apply": Costs(0.0, 7 * held),
-    }
-    return {name: (found[name], peak) for name, peak in own_peaks(layout).items()}
+    found = {"log-probs": costs("log-probs", 1), "apply": Costs(0.0, 7 * held)}
+    found |= dict.fromkeys(("update", "start", "add"), costs("update", 3, gradients=True))
+    return {name: (found[name], peak) for name, peak in memory.own_peaks(layout).items()}
 
 
 def _sampling(layout: Layout, decoding: Decoding, flops: Mapping[str, float]) -> dict[str, tuple[Costs, float]]:
     """A decode step reads the weights of a chip and the whole cache. Each layer has two sums over a copy's chips."""
     assert decoding.mesh is not None, "a plan decodes on a mesh"
     model, slots, mesh = layout.model, decoding.slots, decoding.mesh
-    tensor, layers = mesh.shape["tensor"], model.num_layers
+    tensor, fsdp, layers = mesh.shape["tensor"], mesh.shape["fsdp"], model.num_layers
     weights = memory.bytes_on_a_device(memory.decoding_params(layout, decoding))
     cache, copies = memory.cache_bytes(model, decoding), mesh.size // (tensor * mesh.shape["expert"])
     own = slots / copies  # of a copy
     logits = 4 * own * model.vocab_size
-    split = tensor > 1
-    share = (tensor - 1) / tensor
-    summed = 2 * own * model.embed_dim * 2 * share
-    gathered = mesh.shape["fsdp"] > 1
-    network = {"all-reduce": (2 * layers + 1) * summed * split, "all-gather": logits * share * split}
-    network["all-gather"] += gathered * weights * (mesh.shape["fsdp"] - 1)
-    decode = Costs(flops["decode"], weights + cache + 3 * logits, network, (2 * layers + 2) * split + gathered * layers)
+    split, share = tensor > 1, (tensor - 1) / tensor
+    summed = (2 * layers + 1) * 2 * model.embed_dim * 2 * share  # bytes for each token
+    network = {"all-reduce": summed * own, "all-gather": logits * share + weights * (fsdp - 1)}
+    launches = (2 * layers + 2) * split + layers * (fsdp > 1)
+    decode = Costs(flops["decode"], weights + cache + 3 * logits, network, launches)
     rows, length = prefill_shape(layout.config.task.max_prompt_tokens, decoding.capacity)
-    sums = {"all-reduce": (2 * layers + 1) * 2 * rows * length * model.embed_dim * 2 * share * split}
+    sums = {"all-reduce": summed * rows * length}
     first = Costs(flops["prefill"] * copies, weights, sums, (2 * layers + 1) * split)
     return {"prefill": (first, weights), "decode": (decode, weights + cache + 3 * logits)}
-
-
-SAMPLING = frozenset({"prefill", "decode", "exchange"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,15 +99,10 @@ class Estimate:
         """Bytes of HBM at the peak of the largest program of sampling or training, with other programs' arrays."""
         return max(p.hbm for name, p in self.programs.items() if (name in SAMPLING) == sampling)
 
-    @property
-    def seconds(self) -> float:
-        """Expected seconds of a step."""
-        return self.step["expected"]["seconds"]
-
     def fits(self, topology: Topology) -> bool:
         """Whether sampling fits, and training fits in the share `TRUSTED` of a chip."""
         hbm = topology.chip.hbm
-        return self.peak(sampling=True) <= hbm and self.peak(sampling=False) <= TRUSTED * hbm
+        return self.peak(sampling=True) <= hbm and self.peak(sampling=False) <= memory.TRUSTED * hbm
 
     def as_dict(self, topology: Topology) -> dict[str, Any]:
         return {
@@ -139,18 +120,17 @@ def estimate(config: ConfigDict, topology: Topology, lengths: Lengths | None = N
     Raises:
       ValueError: libtpu, which describes the devices of a slice, is not installed, or sizes in the config conflict.
     """
-    layout = layout_on(config, topology)
-    decoding, learner = make_decoding(layout), make_learner(layout)
-    held, lengths = resident(layout, learner, decoding), lengths or run_plan.lengths_of(config)
+    layout, learner, decoding, held = run_plan.parts_on(config, topology)
+    lengths = lengths or run_plan.lengths_of(config)
     programs = estimated_programs(layout, decoding, held)
     programs |= run_plan.exchange(layout, decoding, held, topology, lengths)
     return Estimate(
         config=config,
         sizes={
             "trained": sum(x.size for x in jax.tree.leaves(layout.trained_shapes)),
-            "base_bytes": 0.0 if layout.abstract_base is None else bytes_on_a_device(layout.abstract_base),
-            "state_bytes": bytes_on_a_device(learner.like),
-            "sync_bytes": bytes_on_a_device(memory.synced_params(layout, decoding)),
+            "base_bytes": 0.0 if layout.abstract_base is None else memory.bytes_on_a_device(layout.abstract_base),
+            "state_bytes": memory.bytes_on_a_device(learner.like),
+            "sync_bytes": memory.bytes_on_a_device(memory.synced_params(layout, decoding)),
         },
         programs=programs,
         step=run_plan.step_figures(layout, decoding, programs, topology, lengths),
@@ -180,4 +160,4 @@ def search(config: ConfigDict, topology: Topology, lengths: Lengths | None = Non
                     found[",".join(f"{name}={value}" for name, value in choice.items())] = one
         if found:
             break
-    return dict(sorted(found.items(), key=lambda item: item[1].seconds))
+    return dict(sorted(found.items(), key=lambda item: item[1].step["expected"]["seconds"]))

@@ -96,8 +96,7 @@ class _Module:
         """Runs of a loop that counts from 0 and compares its counter with a constant; 1 for other loops."""
         instructions = self.computations.get(condition, [])
         compares = [i for i in instructions if i.op in ("compare", "fusion")]
-        constants = (i for i in instructions if i.op == "constant")
-        bounds = [int(bound) for i in constants for bound in captured(r"^constant\((\d+)\)", i.attributes)]
+        bounds = [int(bound) for i in instructions for bound in captured(r"^constant\((\d+)\)", i.attributes)]
         return max(bounds) if len(compares) == 1 and bounds else 1
 
     def _bytes(self, i: Instruction, types: dict[str, str]) -> float:
@@ -237,7 +236,7 @@ def _kernel(i: Instruction, types: dict[str, str]) -> float:
 
 _BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8}
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d\w+)?)\[([\d,]*)\](?:\{([^}]*)\})?")
-_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)(\(.*)")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 
 
@@ -266,7 +265,11 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
             current = found[header[2]] = []
             entry = header[2] if header[1] else entry
         elif match := _INSTRUCTION.match(line):
-            current.append(_parse(match[2], match[3], bool(match[1])))
+            root, name, kind, op, rest = match.groups()
+            end = _closing(rest) + 1
+            attributes = op + rest if op in ("parameter", "constant") else rest[end:]
+            operands = tuple(re.findall(r"%([\w.\-]+)", rest[:end]))
+            current.append(Instruction(name, kind, op, operands, attributes, bool(root)))
     return found, entry
 
 
@@ -284,17 +287,6 @@ def uses_of(name: str, body: list[Instruction]) -> Iterator[tuple[Instruction, i
                 yield from uses_of(x.name, body)
             elif operand == name:
                 yield x, n
-
-
-def _parse(name: str, rest: str, root: bool) -> Instruction:
-    cut = _closing(rest) + 1 if rest.startswith("(") else rest.index(" ")
-    kind, rest = rest[:cut], rest[cut:].lstrip()
-    op = rest[: rest.index("(")]
-    end = _closing(rest[len(op) :]) + len(op)
-    inside = rest[len(op) : end + 1]
-    operands = tuple(re.findall(r"%([\w.\-]+)", inside))
-    keep = rest if op in ("parameter", "constant") else rest[end + 1 :]
-    return Instruction(name, kind, op, operands, keep, root)
 
 
 def _closing(text: str) -> int:

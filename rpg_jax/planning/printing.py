@@ -19,11 +19,7 @@ Programs = Mapping[str, Program]
 
 
 def show(topology: Topology, programs: Programs, figures: Mapping[str, Any], console: Console | None = None) -> None:
-    """Prints tables of memory, speed and the step, and the verdict.
-
-    "others" are arrays in HBM that belong to other programs. "model's" are the operations of the mathematics. "of peak"
-    is the rate of these operations in the time that the limit allows, as a share of the chip's peak.
-    """
+    """Prints tables of memory, speed and the step, and the verdict; docs/plan.md has the meaning of the columns."""
     console = console or screen.console()
     console.print(_memory(topology, programs), _speed(topology, programs))
     if figures:
@@ -47,9 +43,10 @@ def show_settings(topology: Topology, found: Mapping[str, Estimate]) -> None:
     for number, (_, one) in enumerate(shown, 1):
         memory = [*one.sizes.values(), one.peak(sampling=False), one.peak(sampling=True)][1:]
         trained = one.sizes["trained"]
-        step = (f"{one.step['slots_of_a_chip']:g}", _figure(one.seconds)) if one.fits(topology) else ("", "no room")
+        expected = _figure(one.step["expected"]["seconds"]) if one.fits(topology) else "no room"
+        slots = f"{one.step['slots_of_a_chip']:g}" if one.fits(topology) else ""
         millions = f"{trained / 1e6:,.1f} M" if trained < 1e9 else f"{trained / 1e9:,.2f} B"
-        table.append((str(number), millions, *(f"{size / _GIB:.2f}" for size in memory), *step))
+        table.append((str(number), millions, *(f"{size / _GIB:.2f}" for size in memory), slots, expected))
     title = f"{topology.name}, by arithmetic: GiB on a chip, of {topology.chip.hbm / _GIB:.2f}"
     head = ("", "trained", "frozen", "state", "sync", "training", "rollout", "slots", "s a step")
     console.print(_table(title, head, table))
@@ -59,10 +56,7 @@ def show_settings(topology: Topology, found: Mapping[str, Estimate]) -> None:
 
 
 def as_json(
-    topology: Topology,
-    programs: Programs,
-    figures: Mapping[str, Any],
-    settings: Mapping[str, Estimate],
+    topology: Topology, programs: Programs, figures: Mapping[str, Any], settings: Mapping[str, Estimate]
 ) -> dict[str, Any]:
     """The plan as one JSON object; `settings` are compared by arithmetic. Bytes and seconds are those of one chip."""
     chip = topology.chip
@@ -93,7 +87,7 @@ def _memory(topology: Topology, programs: Programs) -> Table:
         parts = (p.arguments, p.temporaries, p.outputs, p.alias, p.resident, p.hbm, p.host)
         rows.append((name, *(f"{part / _GIB:.2f}" for part in parts), f"{p.compile_seconds:.0f} s"))
     title = f"{topology.name}: GiB on each of {topology.chips} chips, of {topology.chip.hbm / _GIB:.2f}"
-    return _table(title, ("program", "args", "temp", "out", "alias", "others", "peak", "host", "compile"), rows)
+    return _table(title, ("program", "args", "temp", "out", "in place", "others", "peak", "host", "compile"), rows)
 
 
 def _speed(topology: Topology, programs: Programs) -> Table:
@@ -102,10 +96,9 @@ def _speed(topology: Topology, programs: Programs) -> Table:
         limit, seconds = p.bound(topology.chip)
         network = sum(p.costs.collectives.values())
         counts = (p.costs.flops / 1e12, p.model_flops / 1e12, p.costs.bytes / 1e9, network / 1e9)
-        share = f"{p.model_flops / seconds / topology.chip.flops:.0%}" if seconds else ""
-        rows.append((name, *map(_figure, counts), limit, _figure(seconds * 1e3), share))
+        rows.append((name, *map(_figure, counts), limit, _figure(seconds)))
     title = "one run of each program, on each chip, at the peak of its limit"
-    return _table(title, ("program", "TFLOP", "model's", "HBM GB", "ICI GB", "limit", "ms", "of peak"), rows)
+    return _table(title, ("program", "TFLOP", "model's", "HBM GB", "network GB", "limit", "seconds"), rows)
 
 
 def _step(topology: Topology, figures: Mapping[str, Any]) -> Table:
@@ -123,19 +116,14 @@ def _step(topology: Topology, figures: Mapping[str, Any]) -> Table:
         rows.append((title, *("?" if side[key] is None else _figure(side[key]) for side in sides)))
     title = f"an RL step on {topology.chips} chips, and the run"
     table = _table(title, ("phase", "at the peaks", *names[1:]), rows)
-    table.caption = _assumed(figures)
-    return table
-
-
-def _assumed(figures: Mapping[str, Any]) -> str:
-    """The assumptions behind the figures of a step."""
-    return (
+    table.caption = (
         f"{figures['prompts']:,.0f} prompts of {figures['prompt_tokens']:,.0f} tokens; {figures['completions']:,.0f} "
         f"completions of {figures['mean_tokens']:,.0f} in {figures['slots']:,.0f} slots "
         f"({figures['slots_of_a_chip']:,.1f} a chip); {figures['micro_batches']:,.0f} micro-batches; "
         f"{figures['evaluations']:,.0f} evaluations of {figures['evaluated']:,.0f} completions; without compilation; "
-        f"HBM at {efficiency.HBM:g} of its bandwidth ({efficiency.HBM_BAND[1]:g}, {efficiency.HBM_BAND[0]:g})"
+        f"HBM at {efficiency.EXPECTED.hbm:g} of its bandwidth ({efficiency.HBM_BAND[1]:g}, {efficiency.HBM_BAND[0]:g})"
     )
+    return table
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

@@ -18,11 +18,10 @@ from rpg_jax.planning.step_time import DecodeStep, Lengths, Work
 from rpg_jax.planning.topologies import Topology
 from rpg_jax.rollout import Decoding
 from rpg_jax.rollout.decoding import prompt_bucket, prompts_per_prefill
-from rpg_jax.runs import memory
+from rpg_jax.runs import config_files, memory
 from rpg_jax.runs.experiment import make_stage, open_tokenizer
 from rpg_jax.runs.layout import Layout, make_layout, model_config, row_shape, rows_per_update
-from rpg_jax.runs.learner import is_on_policy, make_learner, reference_differs
-from rpg_jax.runs.memory import bytes_of_a_number, make_decoding, resident, with_micro_batch
+from rpg_jax.runs.learner import Learner, is_on_policy, make_learner, reference_differs
 from rpg_jax.runs.problems import Task, listed
 from rpg_jax.runs.teacher import reference_layout
 
@@ -43,9 +42,8 @@ def plan(
             "each part as a slice: --programs=prefill,decode for the part that samples, --programs=log-probs,update "
             "(or log-probs,start,add,apply) for the one that trains"
         )
-    layout = layout_on(config, topology)
-    learner, decoding = make_learner(layout), make_decoding(layout)
-    held, programs = resident(layout, learner, decoding), {}
+    layout, learner, decoding, held = parts_on(config, topology)
+    programs = {}
     for name, lowered, flops in lowered_programs(layout, learner, decoding):
         if not only or name in only:
             print(f"compiling {name} for {topology.name}", file=sys.stderr, flush=True)
@@ -58,10 +56,13 @@ def plan(
     return programs, step_figures(layout, decoding, programs, topology, lengths)
 
 
-def layout_on(config: ConfigDict, topology: Topology) -> Layout:
-    """The layout of a config on a slice, with the micro-batch that a run would take there."""
+def parts_on(config: ConfigDict, topology: Topology) -> tuple[Layout, Learner, Decoding, dict[str, float]]:
+    """The layout of a config on a slice, with the micro-batch that a run would take there, its learner, how it decodes,
+    and for each program the bytes that other parts of the run hold on a chip meanwhile."""
     place = topology.devices(), topology.host.devices(), topology.chip.hbm
-    return with_micro_batch(make_layout(config, vocabulary(config), *place))
+    layout = memory.with_micro_batch(make_layout(config, vocabulary(config), *place))
+    learner, decoding = make_learner(layout), memory.make_decoding(layout)
+    return layout, learner, decoding, memory.resident(layout, learner, decoding)
 
 
 def with_known_shapes(config: ConfigDict) -> ConfigDict:
@@ -73,9 +74,7 @@ def with_known_shapes(config: ConfigDict) -> ConfigDict:
         model_config(config, None)
     except (ValueError, OSError) as error:
         print(f"planning with the shapes of model.size={m.size}: {error}", file=sys.stderr)
-        config = config.copy_and_resolve_references()
-        with config.unlocked():
-            config.model.path = config.model.tokenizer = None
+        return config_files.changed(config, {"model.path": None, "model.tokenizer": None})
     return config
 
 
@@ -93,13 +92,8 @@ def vocabulary(config: ConfigDict) -> int | None:
 
 def lengths_of(config: ConfigDict, *, mean: float = 0, prompt: float = 0) -> Lengths:
     """The lengths that a plan assumes. 0 means: half of rollout.max_tokens, and the prompt of `efficiency`."""
-    longest = config.task.max_prompt_tokens
-    return Lengths(
-        prompt=prompt or min(efficiency.PROMPT_TOKENS, longest / 2),
-        mean=mean or config.rollout.max_tokens / 2,
-        spread=efficiency.SPREAD,
-        limit=config.rollout.max_tokens,
-    )
+    limit, usual = config.rollout.max_tokens, min(efficiency.PROMPT_TOKENS, config.task.max_prompt_tokens / 2)
+    return Lengths(prompt=prompt or usual, mean=mean or limit / 2, spread=efficiency.SPREAD, limit=limit)
 
 
 def exchange(
@@ -131,6 +125,8 @@ def held_out_problems(config: ConfigDict) -> int:
 def work_of(layout: Layout, decoding: Decoding, lengths: Lengths, on: Topology) -> Work:
     """The work of a step of the config on a slice, and of its evaluations."""
     c, shape = layout.config, row_shape(layout.config)
+    policy, reference = (parameter_count(model) for model in (layout.model, reference_layout(layout).model))
+    passes = c.train.epochs if c.loss.estimator == "exact" else reference_differs(c)
     bucket = prompt_bucket(math.ceil(lengths.prompt), decoding.capacity)
     needed: float = rows_per_update(c)
     if shape.packed:
@@ -145,21 +141,14 @@ def work_of(layout: Layout, decoding: Decoding, lengths: Lengths, on: Topology) 
         prefill_prompts=prompts_per_prefill(bucket, decoding.prefill_tokens),
         updates=c.train.updates_per_step,
         epochs=c.train.epochs,
-        passes=(not is_on_policy(layout)) + _reference_passes(layout),
+        passes=(not is_on_policy(layout)) + passes * reference / policy,
         micro_batches=math.ceil(needed / shape.rows),
         run=_run(layout.model, lengths, shape.length) if shape.packed else 1.0,
         evaluations=1 + math.ceil(c.train.steps / c.evaluation.every),  # before the first step, and after the last
         evaluated=(held_out_problems(c), c.evaluation.k),
         exchanged=sampled * (on.hosts - 1) / on.hosts,
-        synced=bytes_of_a_number(layout) * parameter_count(layout.model),
+        synced=memory.bytes_of_a_number(layout) * policy,
     )
-
-
-def _reference_passes(layout: Layout) -> float:
-    """Passes of the policy over the batch that cost what the reference's passes cost."""
-    c, parts = layout.config, [parameter_count(x.model) for x in (reference_layout(layout), layout)]
-    exact = c.train.epochs if c.loss.estimator == "exact" else 0
-    return (exact or reference_differs(c)) * parts[0] / parts[1]
 
 
 def _run(model: DecoderConfig, lengths: Lengths, length: int) -> float:
@@ -202,6 +191,7 @@ def step_figures(
     slowest, fastest = (efficiency.EXPECTED._replace(hbm=hbm) for hbm in efficiency.HBM_BAND)
     sides = {"bound": efficiency.PEAKS, "expected": efficiency.EXPECTED, "fastest": fastest, "slowest": slowest}
     found = {side: step_time.phases(work, step, programs, on, rates) for side, rates in sides.items()}
+    longest, seconds = max(found["expected"].seconds.items(), key=lambda phase: phase[1])
     return {
         "prompts": work.prompts,
         "completions": work.prompts * work.group_size,
@@ -214,5 +204,5 @@ def step_figures(
         "evaluations": work.evaluations,
         "evaluated": math.prod(work.evaluated),
         **{side: one.as_dict() for side, one in found.items()},
-        "binds": found["expected"].binds,
+        "binds": f"{longest}, {seconds / found['expected'].total:.0%} of the expected step",
     }

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rpg_jax.planning.chips import Chip
-from rpg_jax.planning.compiling import Program
+from rpg_jax.planning.compiling import SAMPLING, Program
 from rpg_jax.planning.efficiency import EXPECTED, Rates
 from rpg_jax.planning.topologies import Topology
 
@@ -44,6 +44,7 @@ class Work:
         teacher counts by the sizes of the two models.
       micro_batches: whole micro-batches of an update.
       run: share of a micro-batch's operations that are run: attention skips blocks between completions of one row.
+        The counts of programs have attention over whole rows.
       evaluations: evaluations of the run.
       evaluated: (problems, completions of each problem) of an evaluation.
       exchanged: bytes of the groups of a step that every host receives from the others; 0 with one host.
@@ -73,7 +74,8 @@ def phases(
     """Seconds of the phases at `rates`: whole micro-batches and dispatches, a latency for each collective, and slots
     that empty in the end. The wait for the slowest host is left out: 1 to 4 %. An evaluation has completions of the
     same lengths; a step has its share of the run's evaluations."""
-    seconds = {name: _run(program, work).expected(on.chip, rates) for name, program in programs.items()}
+    run = {name: 1.0 if name in SAMPLING else work.run for name in programs}
+    seconds = {name: program.expected(on.chip, rates, run[name]) for name, program in programs.items()}
 
     def sampled(prompts: float, completions: float) -> dict[str, float]:
         own = prompts / work.meshes
@@ -96,14 +98,6 @@ def phases(
     if work.evaluations:
         found["evaluations"] = work.evaluations / work.steps * sum(sampled(*work.evaluated).values())
     return Phases(found, work, on, rates)
-
-
-def _run(program: Program, work: Work) -> Program:
-    """The program with the operations that run. The count of the program itself has attention over whole rows."""
-    if program.name in ("prefill", "decode"):
-        return program
-    costs = dataclasses.replace(program.costs, flops=work.run * program.costs.flops)
-    return dataclasses.replace(program, costs=costs, model_flops=work.run * program.model_flops)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,12 +125,6 @@ class Phases:
         evaluations, part = self.seconds.get("evaluations", 0.0), self.work.synced / self.on.hosts / self.rates.host
         training = self.total - rollout - evaluations + part
         return max(rollout, training, part + self.work.synced / self.rates.host) + evaluations
-
-    @property
-    def binds(self) -> str:
-        """The longest phase, in words."""
-        name = max(self.seconds, key=self.seconds.__getitem__)
-        return f"{name}, {self.seconds[name] / self.total:.0%} of the expected step"
 
     def as_dict(self) -> dict[str, Any]:
         hours, hourly = self.work.steps * self.total / 3600, self.on.hourly

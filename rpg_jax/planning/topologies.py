@@ -63,13 +63,12 @@ class Topology:
         if library.is_relative_to(tpu_compiler.folder()):
             os.environ["TPU_LIBRARY_PATH"] = str(library)
             jax.config.update("jax_platforms", "cpu")  # JAX would look for a TPU now
-        one = dataclasses.replace(self, slices=1)
         options: dict[str, object] = {"chips_per_host_bounds": (1, 1, 1)} if math.prod(self.shape) == 1 else {}
         if self.slices > 1:
             options["num_slices"] = self.slices
         if self.kind == "v4":
             options["chip_config_name"] = "megacore"  # one device per chip, as JAX has it on real hardware
-        name = one.name.replace("v7x", "tpu7x")
+        name = dataclasses.replace(self, slices=1).name.replace("v7x", "tpu7x")
         return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
 
 

@@ -64,7 +64,8 @@ def test_the_fastest_settings_that_fit_come_first():
     config = resolve(qwen3_0p6b_gsm8k.get_config())
     config.rollout.slots = 64
     found = estimates.search(config, SLICE)
-    assert [one.seconds for one in found.values()] == sorted(one.seconds for one in found.values())
+    seconds = [one.step["expected"]["seconds"] for one in found.values()]
+    assert seconds == sorted(seconds)
     assert all(one.fits(SLICE) for one in found.values())
     name, best = next(iter(found.items()))
     assert best.config.rollout.slots is None and best.config.train.microbatch_size is None
