@@ -137,46 +137,56 @@ def of_verl() -> None:
         add("verl", verl.kl_penalty, ours | {"aggregate": "token_mean"}, value, gradient, kl_only=True)
 
 
-def of_trl() -> None:
-    def case(ours, loss_type, level="token", beta=0.0, corrected=False, high=0.28, delta=None):
-        def loss(logprobs):
-            args = SimpleNamespace(
-                use_bias_correction_kl=corrected,
-                delta=delta,
-                sapo_temperature_pos=1.0,
-                sapo_temperature_neg=1.25,  # exact in float32, to which torch.where rounds it
-                steps_per_generation=1,
-            )
-            accelerator = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
-            trainer = SimpleNamespace(
-                _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
-                aux_loss_enabled=False,
-                top_entropy_quantile=1.0,
-                off_policy_mask_threshold=None,
-                importance_sampling_level=level,
-                beta=beta,
-                args=args,
-                loss_type=loss_type,
-                epsilon_low=0.2,
-                epsilon_high=high,
-                use_vllm=False,
-                model=SimpleNamespace(training=True),
-                current_gradient_accumulation_steps=1,
-                max_completion_length=6,
-                _entropy_bonus_enabled=False,
-                _metrics={"train": defaultdict(list)},
-                accelerator=accelerator,
-            )
-            ids = torch.zeros(tensor("mask").shape, dtype=torch.long)
-            batch = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids}
-            batch |= {"completion_mask": tensor("mask"), "advantages": tensor("advantages")[:, 0]}
-            batch |= {
-                "old_per_token_logps": tensor("behaviour_logprobs"),
-                "ref_per_token_logps": tensor("ref_logprobs"),
-            }
-            return GRPOTrainer._compute_loss(trainer, None, batch | {"num_items_in_batch": tensor("mask").sum()})
+def trl_loss(
+    logprobs: torch.Tensor,
+    given: dict[str, torch.Tensor],
+    loss_type: str,
+    level: str = "token",
+    beta: float = 0.0,
+    corrected: bool = False,
+    low: float = 0.2,
+    high: float = 0.28,
+    delta: float | None = None,
+) -> torch.Tensor:
+    """The loss of TRL's trainer, in which a stand-in for the model gives the log-probs."""
+    args = SimpleNamespace(
+        use_bias_correction_kl=corrected,
+        delta=delta,
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.25,  # exact in float32, to which torch.where rounds it
+        steps_per_generation=1,
+    )
+    accelerator = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
+    trainer = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        importance_sampling_level=level,
+        beta=beta,
+        args=args,
+        loss_type=loss_type,
+        epsilon_low=low,
+        epsilon_high=high,
+        use_vllm=False,
+        model=SimpleNamespace(training=True),
+        current_gradient_accumulation_steps=1,
+        max_completion_length=6,
+        _entropy_bonus_enabled=False,
+        _metrics={"train": defaultdict(list)},
+        accelerator=accelerator,
+    )
+    ids = torch.zeros(given["mask"].shape, dtype=torch.long)
+    batch = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids}
+    batch |= {"completion_mask": given["mask"], "advantages": given["advantages"][:, 0]}
+    batch |= {"old_per_token_logps": given["behaviour_logprobs"], "ref_per_token_logps": given["ref_logprobs"]}
+    return GRPOTrainer._compute_loss(trainer, None, batch | {"num_items_in_batch": given["mask"].sum()})
 
-        value, gradient = torch_gradient(loss)
+
+def of_trl() -> None:
+    def case(ours, loss_type, **options):
+        given = {name: tensor(name) for name in INPUTS}
+        value, gradient = torch_gradient(lambda logprobs: trl_loss(logprobs, given, loss_type, **options))
         add("trl", GRPOTrainer._compute_loss, ours, value, gradient, loss_type=loss_type)
 
     ppo = {"name": "ppo", **CLIP, "clip_dual": None}
@@ -192,14 +202,19 @@ def of_trl() -> None:
     case(gspo, "grpo", level="sequence")
 
 
-def of_openrlhf() -> None:
+def openrlhf_modules() -> tuple[Any, Any]:
+    """OpenRLHF's `models.utils` and `models.loss`."""
     for name in ("deepspeed", "flash_attn"):
         sys.modules.setdefault(name, types.ModuleType(name))
     folder = Path(importlib.util.find_spec("openrlhf").origin).parent / "models"
     package = types.ModuleType("openrlhf.models")
     package.__path__ = [str(folder)]
     sys.modules["openrlhf.models"] = package  # its own __init__ imports every model
-    utils, losses = (importlib.import_module(f"openrlhf.models.{name}") for name in ("utils", "loss"))
+    return importlib.import_module("openrlhf.models.utils"), importlib.import_module("openrlhf.models.loss")
+
+
+def of_openrlhf() -> None:
+    utils, losses = openrlhf_modules()
 
     def policy(ours, **options):
         made = losses.PolicyLoss(clip_eps_low=0.2, clip_eps_high=0.28, **options)
@@ -232,37 +247,30 @@ def of_openrlhf() -> None:
     )
 
 
+def tunix_loss(logprobs: jax.Array, given: dict[str, jax.Array], mode: str, beta: float, **options: Any) -> jax.Array:
+    """Tunix' GRPO loss, in which a stand-in for the model gives the log-probs; `options` are fields of its config."""
+    fields = {"epsilon": 0.2, "epsilon_high": 0.28, "epsilon_c": None, "loss_algo": "grpo", "temperature": 1.0}
+    fields |= {"beta": beta, "loss_agg_mode": mode, "kl_loss_mode": "kl", "kl_clamp_value": None}
+    ids = jnp.zeros(given["mask"].shape, jnp.int32)
+    example = SimpleNamespace(
+        prompt_ids=ids,
+        completion_ids=ids,
+        completion_mask=given["mask"],
+        advantages=given["advantages"][:, 0],
+        old_per_token_logps=given["behaviour_logprobs"],
+        ref_per_token_logps=given["ref_logprobs"],
+    )
+    common.compute_per_token_logps = lambda *_, **__: (logprobs, jnp.zeros((*logprobs.shape, 2)))
+    algo_core.nnx = SimpleNamespace(split=lambda model: (None, None))
+    return inspect.unwrap(algo_core.grpo_loss_fn)(None, example, SimpleNamespace(**fields | options), 0, 0)[0]
+
+
 def of_tunix() -> None:
     arrays = {name: jnp.asarray(x, jnp.float32) for name, x in INPUTS.items()}
 
     def case(ours, mode, beta, method="kl", epsilon_c=None):
-        config = SimpleNamespace(
-            beta=beta,
-            epsilon=0.2,
-            epsilon_high=0.28,
-            epsilon_c=epsilon_c,
-            loss_algo="grpo",
-            loss_agg_mode=mode,
-            temperature=1.0,
-            kl_loss_mode=method,
-            kl_clamp_value=None,
-        )
-        ids = jnp.zeros(arrays["mask"].shape, jnp.int32)
-        example = SimpleNamespace(
-            prompt_ids=ids,
-            completion_ids=ids,
-            completion_mask=arrays["mask"],
-            advantages=arrays["advantages"][:, 0],
-            old_per_token_logps=arrays["behaviour_logprobs"],
-            ref_per_token_logps=arrays["ref_logprobs"],
-        )
-
-        def loss(logprobs):
-            common.compute_per_token_logps = lambda *_, **__: (logprobs, jnp.zeros((*logprobs.shape, 2)))
-            algo_core.nnx = SimpleNamespace(split=lambda model: (None, None))
-            return inspect.unwrap(algo_core.grpo_loss_fn)(None, example, config, 0, 0)[0]
-
-        value, gradient = jax.value_and_grad(loss)(arrays["logprobs"])
+        options = {"kl_loss_mode": method, "epsilon_c": epsilon_c}
+        value, gradient = jax.value_and_grad(tunix_loss)(arrays["logprobs"], arrays, mode, beta, **options)
         add("google-tunix", algo_core.grpo_loss_fn, ours, float(value), gradient)
 
     grpo = {"name": "grpo", **CLIP, "clip_dual": None, "kl_coef": 0.3}
