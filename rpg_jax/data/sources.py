@@ -1,5 +1,6 @@
 """Sources of problems: parquet and JSONL files, the Hugging Face hub, procedural generators; and files made of them."""
 
+import codecs
 import dataclasses
 import difflib
 import json
@@ -205,7 +206,10 @@ def _parquet(file: Path) -> Rows:
 def _jsonl(file: Path) -> Rows:
     """Reads one JSON object per line, counted from 1, or a file that is one JSON array."""
     with file.open("rb") as lines:
-        if file.suffix == ".json" and lines.read(1) == b"[":
+        first = lines.read(2)
+        if first in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # `json` guesses the encoding of each line by itself
+            raise ValueError(f"{file} is in UTF-16: save it as UTF-8")
+        if first[:1] == b"[":
             yield from _json_array(file)
             return
         lines.seek(0)

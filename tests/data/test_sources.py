@@ -132,6 +132,21 @@ def test_bytes_that_are_not_text_are_a_bad_row(tmp_path):
     assert len(problems) == 1 and "line 1: not JSON" in report.bad[0]
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_a_file_in_utf_16_is_refused_whole(tmp_path, encoding):
+    (tmp_path / "a.jsonl").write_bytes(
+        "\ufeff".encode(encoding) + ('{"question": "x", "answer": "1"}\n' * 3).encode(encoding)
+    )
+    with pytest.raises(ValueError, match="a.jsonl is in UTF-16: save it as UTF-8"):
+        load(str(tmp_path / "a.jsonl"), bad_rows="skip")
+
+
+def test_an_array_is_read_by_its_first_character_whatever_the_file_is_called(tmp_path):
+    for name in ("a.json", "a.jsonl"):
+        (tmp_path / name).write_text(json.dumps([{"question": "x", "answer": "1"}], indent=1))
+        assert [p.question for p in load(str(tmp_path / name))[0]] == ["x"]
+
+
 def test_broken_files_are_named(tmp_path):
     whole = Path(parquet(tmp_path / "a.parquet", [official(f"q{n}") for n in range(5000)])).read_bytes()
     middle = len(whole) // 3
