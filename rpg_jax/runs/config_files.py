@@ -158,7 +158,8 @@ def _explained(error: Exception, overrides: Sequence[str]) -> str:
         reason = trace.strip().splitlines()[-1].partition(": ")[2]
         none = "get_config() takes 0 positional arguments" in reason
         return f"{file}: " + (f"it has no variants, leave out ':{variant}'" if none else reason)
-    return " ".join(str(error).split()).replace("invalid literal for int() with base 10", "no whole number")
+    text = " ".join(str(error).split()).replace("invalid literal for int() with base 10", "no whole number")
+    return re.sub(r"\('Non-boolean argument to boolean flag', (.*)\)", r"neither True nor False: \1", text)
 
 
 @dataclasses.dataclass(frozen=True)

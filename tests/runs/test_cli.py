@@ -54,6 +54,7 @@ def test_an_unknown_field_is_one_line_with_a_file_and_without(capsys, file):
         (["--config.seed", "3", "4"], "unexpected argument '4'; overrides look like --config.seed=1"),
         (["--config.seed=high"], "flag --config.seed=high: no whole number: 'high'"),
         (["--config.seed=1.5"], "flag --config.seed=1.5: no whole number: '1.5'"),
+        (["--config.task.thinking=maybe"], "flag --config.task.thinking=maybe: neither True nor False: 'maybe'"),
         (["--config.run.name=a\udcff"], r"'--config.run.name=a\udcff' is no text in UTF-8"),
         (["--config.optimizer.lr=1e-4"], "no config field 'optimizer.lr'; did you mean optimizer.learning_rate?"),
         (["--config.lr=1e-4"], "no config field 'lr'; did you mean critic.learning_rate or optimizer."),
