@@ -182,7 +182,9 @@ def _parser() -> cli.Parser:
         "--template", help=f"{', '.join(TEMPLATES)}, or a text with {{question}}; default: as the data is"
     )
     shared.add_argument("--source", help="overrides data_source, which decides the verifier under reward by_source")
-    shared.add_argument("--count", type=int, default=1000, help="problems a generator makes (default %(default)s)")
+    shared.add_argument(
+        "--count", type=cli.number(int, 1), default=1000, help="problems of a generator (default %(default)s)"
+    )
     shared.add_argument("--seed", type=int, default=0, help="of a generator (default %(default)s)")
 
     prepare_ = commands.add_parser("prepare", parents=[shared], help="convert, deduplicate, decontaminate, write")
@@ -194,7 +196,7 @@ def _parser() -> cli.Parser:
     inspect_ = commands.add_parser("inspect", parents=[shared], help="counts, lengths, examples, problems")
     inspect_.set_defaults(run=inspect)
     inspect_.add_argument("--config", metavar="FILE", help="read, render and count as this config, with its overrides")
-    inspect_.add_argument("--examples", type=int, default=2, help="problems to print (default %(default)s)")
+    inspect_.add_argument("--examples", type=cli.number(int, 0), default=2, help="to print (default %(default)s)")
     inspect_.add_argument("--bad_rows", choices=["fatal", "skip"], default="skip", help="default %(default)s")
     return parser
 

@@ -122,6 +122,11 @@ def test_inspect_says_what_each_column_is_and_shows_the_prompt_as_a_config_rende
     assert run("inspect", "--config=configs/tiny.py") == 2 and "makes its problems itself" in capsys.readouterr().err
 
 
+def test_fewer_examples_than_none_are_refused(files, capsys):
+    assert main(["inspect", "train.jsonl", "--examples=-1"]) == 2
+    assert "argument --examples: -1 must be at least 0" in capsys.readouterr().err
+
+
 def test_a_missing_file_is_one_line(files, capsys):
     assert run("inspect", files / "nowhere.jsonl") == 2
     assert capsys.readouterr().err.startswith("error: no file or folder")
