@@ -236,6 +236,8 @@ def _modules(config: DecoderConfig, lora: Lora) -> list[str]:
 def _check(folder: Path, config: DecoderConfig, lora: Lora) -> None:
     """Raises ValueError where the folder's adapters do not compute W + (alpha / rank) A B as `lora` says."""
     file = folder / CONFIG
+    if not file.exists():
+        raise ValueError(f"{folder} has no {CONFIG}: model.lora.path is the folder of an adapter, written by peft")
     found: dict[str, Any] = read_object(file)
     unknown = [name for name, plain in _PLAIN.items() if found.get(name, plain) != plain]
     if unknown := unknown + [name for name in _OFF if found.get(name)]:

@@ -67,6 +67,11 @@ def test_an_adapter_that_means_something_else_is_refused_in_one_line(tmp_path, c
         load_adapters(folder, CONFIG, lora)
 
 
+def test_a_folder_without_an_adapter_is_refused_by_its_field(tmp_path):
+    with pytest.raises(ValueError, match="has no adapter_config.json: model.lora.path is the folder of an adapter"):
+        load_adapters(tmp_path, CONFIG, LORA)
+
+
 def test_an_adapter_of_another_model_is_refused_by_its_shapes(tmp_path):
     other = models.read_config(GOLDEN / "qwen2")
     with pytest.raises(ValueError, match="misshapen"):
