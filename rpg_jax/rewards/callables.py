@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import inspect
 import itertools
+import numbers
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -135,9 +136,11 @@ def named(rewards: Callable[..., Any] | str | Mapping[Any, float]) -> tuple[dict
       rewards: a function, the name of a part, or {function or name: weight}.
 
     Raises:
-      ValueError: `rewards` has another form, two functions have one name, or a function cannot be called as
-        (completion, answer, prompt) or (completion, answer).
+      ValueError: `rewards` has another form or is empty, a weight is no number, two functions have one name, or a
+        function cannot be called as (completion, answer, prompt) or (completion, answer).
     """
+    if isinstance(rewards, list | set) or rewards in ("", {}):
+        raise ValueError(f"reward={rewards!r}: give a function, a name, or their weights, as {{'exact': 1.0}}")
     given = rewards if isinstance(rewards, Mapping) else {rewards: 1.0}
     weights: dict[str, float] = {}
     functions: dict[str, Callable] = {}
@@ -145,6 +148,8 @@ def named(rewards: Callable[..., Any] | str | Mapping[Any, float]) -> tuple[dict
         name = in_file(reward) if isinstance(reward, str) else name_of(reward)
         if name in weights:
             raise ValueError(f"two rewards are called {name}: give each function a name of its own, with def")
+        if not isinstance(weight, numbers.Real):
+            raise ValueError(f"the weight of the reward {name!r} must be a number, got {weight!r}")
         weights[name] = float(weight)
         if not isinstance(reward, str):
             check_call(reward, name, REWARD)
@@ -155,8 +160,10 @@ def named(rewards: Callable[..., Any] | str | Mapping[Any, float]) -> tuple[dict
 def in_file(name: str) -> str:
     """Turns FOLDER/module.py:function into module:function, and makes FOLDER importable. Returns other names unchanged.
 
-    Raises ValueError if there is no such file.
+    Raises ValueError if there is no such file, or if the name has no function.
     """
+    if name.endswith(".py"):
+        raise ValueError(f"the reward {name!r}: name its function too, as {name}:FUNCTION")
     file, _, function = name.rpartition(":")
     if not file.endswith(".py"):
         return name

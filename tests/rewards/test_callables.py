@@ -118,6 +118,20 @@ def test_what_cannot_be_named_or_called_is_refused_before_anything_runs():
         rewards.named({3: 1.0})
 
 
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        ({}, "give a function, a name, or their weights"),
+        (["exact"], "give a function, a name, or their weights"),
+        ({"exact": None}, "the weight of the reward 'exact' must be a number, got None"),
+        ("my.py", "name its function too, as my.py:FUNCTION"),
+    ],
+)
+def test_what_says_no_reward_is_refused(reward, said):
+    with pytest.raises(ValueError, match=said):
+        rewards.named(reward)
+
+
 def two(completion, answer):
     return float(completion == answer)
 
