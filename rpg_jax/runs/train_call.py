@@ -286,8 +286,10 @@ def listed_rows(rows: Rows, name: str) -> list[Mapping[str, Any]]:
                 "task.held_out_sets=NAME=SOURCE (docs/own_data.md)"
             )
         rows = file_rows(Path(rows))
-    if isinstance(rows, Mapping):
+    if isinstance(rows, Mapping) and rows:
         raise ValueError(f"{name} has the splits {[*rows]}: give the rows of one, as {name}=rows[{next(iter(rows))!r}]")
+    if not isinstance(rows, Iterable):
+        raise ValueError(f"{name}={rows!r}: give dicts in a list or an iterator, or the path of a file")
     if not (found := list(rows)):
         raise ValueError(f"{name} has no rows")
     return found

@@ -35,6 +35,10 @@ def test_what_no_row_can_be_is_named(tmp_path):
         train_call.listed_rows({"train": ROWS, "test": ROWS}, "data")
     with pytest.raises(ValueError, match="data has no rows"):
         train_call.listed_rows(iter([]), "data")
+    with pytest.raises(ValueError, match="data has no rows"):
+        train_call.listed_rows({}, "data")
+    with pytest.raises(ValueError, match="data=3: give dicts in a list or an iterator"):
+        train_call.listed_rows(3, "data")
     with pytest.raises(ValueError, match="row 1, 'image': a value of the type bytes is no JSON; leave this column out"):
         train_call.write_rows([ROWS[0], {**ROWS[1], "image": b""}], str(tmp_path))
     with pytest.raises(ValueError, match="row 0: expected a dict, got str"):
