@@ -88,10 +88,8 @@ def _git(*arguments: str) -> str:
 
 def write(shell: Shell, job: Job, folder: Path) -> list[Path]:
     """Writes source.tar.gz, startup.sh and run.sh into `folder`; returns the paths of what the bucket gets."""
-    shell.write(folder / "startup.sh", startup_script(job), executable=True)
-    shell.write(folder / "run.sh", run_script(job), executable=True)
-    archive = folder / "source.tar.gz"
-    archive.write_bytes(source_archive())
-    if shell.dry_run:
-        print(f"# writes {archive}")
-    return [archive, folder / "run.sh"]
+    archive, run = folder / "source.tar.gz", folder / "run.sh"
+    shell.write(folder / "startup.sh", startup_script(job).encode(), executable=True)
+    shell.write(run, run_script(job).encode(), executable=True)
+    shell.write(archive, source_archive())
+    return [archive, run]

@@ -14,6 +14,7 @@ PYTHON = ROOT / ".venv" / "bin" / "python"
 FLEX_START_HOURS = 7 * 24
 STOPPED_SECONDS = 60  # of supervise.py and of a pod's grace; Google gives a preempted TPU VM 30
 TRACKERS = ("wandb", "tensorboard")  # in requirements-trackers.lock
+STDERR = 2  # the output of a dry run is its commands alone
 ROOM_GB = 80  # of a worker's boot disk of 100 GiB; its image, packages and logs are assumed to take the rest
 MULTI_REGIONS = {"US": "us-", "EU": "europe-", "ASIA": "asia-"}
 
@@ -170,7 +171,7 @@ def batches_divide(config: dict, shards: int) -> str:
 
 
 def plan_says_it_fits(job: Job) -> Iterator[str]:
-    """Has `python -m rpg_jax.plan` compile the programs for these slices: do they fit, and how long is the run?"""
+    """Has `python -m rpg_jax.plan` compile the programs for these slices and show what fits, days and dollars."""
     if not PYTHON.exists():
         return
     if not tpu_compiler_is_installed():
@@ -178,22 +179,11 @@ def plan_says_it_fits(job: Job) -> Iterator[str]:
         return
     topology = f"{job.slice.generation}:{job.slice.topology}"
     topology += f"*{job.slices}" if job.slices > 1 else ""
-    command = [str(PYTHON), "-m", "rpg_jax.plan", *job.trainer, "--json", f"--topology={topology}"]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)  # takes minutes, and says what it does
-    if not done.stdout.startswith("{"):
-        raise LaunchError("plan: it ended with the error above", "--no-plan skips this")
-    found = json.loads(done.stdout)
-    if not found["fits"]:
-        misfits = ", ".join(name for name, program in found["programs"].items() if not program["fits"])
-        change = next(iter(found["settings"]), None)
-        fix = f"{change} would fit by arithmetic" if change else "take a larger --type or smaller batches"
-        raise LaunchError(f"plan: {misfits} would not fit {topology}", f"{fix}; --no-plan skips this")
-    least, days = (found["step"][side]["days"] for side in ("bound", "expected"))
-    dollars = 24 * days * job.cost()[0]
-    yield (
-        f"plan: fits {topology}; its {found['step']['steps']} steps are expected to take {days:.1f} days, about "
-        f"${dollars:,.0f}; {least:.1f} at the chips' peaks"
-    )
+    command = [str(PYTHON), "-m", "rpg_jax.plan", *job.trainer, f"--topology={topology}"]
+    if subprocess.run(command, cwd=ROOT, stdout=STDERR).returncode:
+        fix = "take a setting that it names, or a larger --type; --no-plan skips this"
+        raise LaunchError(f"plan: not on {topology}, for the reason above", fix)
+    yield f"plan: fits {topology}; the tables above have its days and dollars at list prices"
 
 
 def tpu_compiler_is_installed() -> bool:

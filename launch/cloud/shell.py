@@ -1,7 +1,6 @@
 """Runs cloud commands: prints them first, runs none in a dry run."""
 
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -42,14 +41,17 @@ class Shell:
 
     def attempt(self, command: list[str]) -> tuple[int, str, str]:
         """Runs a command: (exit code, stdout, stderr)."""
-        self._require(command[0])
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
+        except FileNotFoundError:
+            fix = "install it (docs/cloud.md says where it comes from)"
+            raise LaunchError(f"{command[0]} is not on PATH", fix) from None
         return done.returncode, done.stdout, done.stderr
 
-    def write(self, path: Path, content: str, executable: bool = False) -> None:
+    def write(self, path: Path, content: bytes, executable: bool = False) -> None:
         """Writes a file of the launch, also in a dry run."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content, encoding="utf-8")
+        path.write_bytes(content)
         path.chmod(0o755 if executable else 0o644)
         if self.dry_run:
             print(f"# writes {path}")
@@ -57,7 +59,3 @@ class Shell:
     def _print(self, command: list[str]) -> None:
         line = shlex.join(command)
         print(line if self.dry_run else f"$ {line}", file=sys.stdout if self.dry_run else sys.stderr, flush=True)
-
-    def _require(self, program: str) -> None:
-        if shutil.which(program) is None:
-            raise LaunchError(f"{program} is not on PATH", "install it (docs/cloud.md says where it comes from)")

@@ -60,7 +60,7 @@ def no_secret_values(job: Job) -> None:
 
 
 def limits_agree(job: Job) -> None:
-    """Checks that hours and dollars are a limit, and that --max-hours costs no more than --budget allows."""
+    """Checks that hours and dollars are a limit; of two limits the earlier one counts."""
     for option, value in (("--chip-price", job.chip_price), ("--budget", job.budget)):
         if value is not None and not 0 < value < math.inf:
             raise LaunchError(f"{option}={value:g}", "use a positive number")
@@ -69,12 +69,6 @@ def limits_agree(job: Job) -> None:
         raise LaunchError(f"--max-hours={job.max_hours:g}", f"use {least:g} to {most:g}")
     if job.hours and not least <= job.hours <= most:
         raise LaunchError(f"--budget={job.budget:g} pays {job.hours:g} hours", f"use what pays {least:g} to {most:g}")
-    if job.max_hours and job.hours and job.max_hours > job.hours:
-        dollars = job.max_hours * job.cost()[0]
-        raise LaunchError(
-            f"--max-hours={job.max_hours:g} costs about ${dollars:,.0f}, more than --budget={job.budget:g}",
-            f"it pays --max-hours={job.hours:.1f}",
-        )
 
 
 FORMS = (words_are_plain, no_secret_values, limits_agree)

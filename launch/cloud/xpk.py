@@ -141,17 +141,11 @@ def _exists(launch: Launch) -> bool:
     """Whether a workload of this name is queued or running; XPK would refuse the name."""
     if launch.shell.dry_run:
         return False
-    _credentials(launch)
-    found = launch.shell.ask(["kubectl", "get", "jobsets", "--output=json"])
-    for item in json.loads(found or "{}").get("items", []):
-        if item["metadata"]["name"] == launch.job.name:
-            ended = {c["type"] for c in item.get("status", {}).get("conditions", []) if c.get("status") == "True"}
-            return not ended & {"Completed", "Failed"}
-    return False
-
-
-def _credentials(launch: Launch) -> None:
     launch.shell.ask(["gcloud", "container", "clusters", "get-credentials", _name(launch), *_region(launch)])
+    found = launch.shell.ask(["kubectl", "get", "jobset", launch.job.name, "--ignore-not-found", "--output=json"])
+    status = json.loads(found).get("status", {}) if found.strip() else {}
+    ended = {c["type"] for c in status.get("conditions", []) if c.get("status") == "True"}
+    return bool(found.strip()) and not ended & {"Completed", "Failed"}
 
 
 def _capacity(launch: Launch) -> str:

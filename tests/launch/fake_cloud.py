@@ -47,7 +47,7 @@ FLAGS = {
     | {"--restart-on-exit-codes", "--termination-grace-period-seconds", "--output-manifest-file"},
     "xpk workload list": XPK | {"--filter-by-job", "--wait-for-job-completion", "--timeout"},
     "xpk workload delete": XPK | {"--workload", "--force"},
-    "kubectl": {"--output"},
+    "kubectl": {"--output", "--ignore-not-found"},
     "docker": {"--file", "--platform", "--build-arg", "--tag"},
 }
 

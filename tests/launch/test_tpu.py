@@ -105,7 +105,9 @@ def test_a_limit_of_hours_is_a_time_on_the_workers_and_has_its_price(cloud):
     assert "at most $336: saved, ended and freed 10 hours from now" in cloud.err
 
 
-@pytest.mark.parametrize(("limits", "hours"), [("--budget=336", 10), ("--budget=336 --max-hours=2", 2)])
+@pytest.mark.parametrize(
+    ("limits", "hours"), [("--budget=336", 10), ("--budget=336 --max-hours=2", 2), ("--budget=336 --max-hours=48", 10)]
+)
 def test_a_budget_is_the_hours_that_it_pays_for_unless_fewer_are_asked_for(cloud, limits, hours):
     assert cloud.run(f"up --no-watch {TPU} {limits} {TRAINER}") == 0
     run = (cloud.home / "staging" / "run.sh").read_text(encoding="utf-8")

@@ -22,8 +22,7 @@ TRAINER = "-- --config=configs/tiny.py --config.mesh.fsdp=-1"
 
 def jobsets(*conditions):
     status = {"conditions": [{"type": condition, "status": "True"} for condition in conditions]}
-    item = {"metadata": {"name": "rpg-4b"}, "status": status}
-    return {"match": "get jobsets", "code": 0, "stdout": json.dumps({"items": [item]})}
+    return {"match": "get jobset rpg-4b", "code": 0, "stdout": json.dumps({"status": status})}
 
 
 def test_what_is_submitted_already_is_not_submitted_again(cloud):
@@ -91,14 +90,14 @@ def test_a_cluster_that_exists_is_never_changed_or_deleted(cloud):
     ],
 )
 def test_a_cluster_that_up_has_made_is_deleted_once_its_workload_has_ended(cloud, option, waiting, then, deleted):
-    none = {"match": "get jobsets", "code": 0, "stdout": "{}"}
+    none = {"match": "get jobset ", "code": 0}
     cloud.script(none, {"match": "workload list", **waiting}, then)
     assert cloud.run(f"up {TPU} {option} {TRAINER}", "xpk") == (waiting["code"] != 0)
     assert bool(cloud.called("cluster delete")) == deleted
 
 
 def test_a_cluster_that_up_has_made_is_deleted_if_nothing_could_be_submitted(cloud):
-    cloud.script({"match": "docker push", "stderr": "denied: x"}, {"match": "get jobsets", "code": 0, "stdout": "{}"})
+    cloud.script({"match": "docker push", "stderr": "denied: x"})
     assert cloud.run(f"up {TPU} {TRAINER}", "xpk") == 1
     assert cloud.called("cluster create") and cloud.called("cluster delete") and "denied: x" in cloud.errors()[0]
 
