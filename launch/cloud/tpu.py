@@ -49,7 +49,7 @@ def status(launch: Launch, vms: TpuVms) -> None:
         print(f"costs {job.rate}: {job.cost()[1]}\nlog of a worker: {vms.log_command}")
     elif state in WAITING:
         print("costs nothing while it queues")
-    print(f"run folder: {job.runs}/{job.name}{' (finished)' if _is_there(launch, 'finished') else ''}")
+    print(f"run folder: {job.runs}/{job.name}{' (finished)' if 'finished' in _listed(launch) else ''}")
 
 
 def stop(launch: Launch, vms: TpuVms) -> None:
@@ -101,10 +101,8 @@ def _watch(launch: Launch, vms: TpuVms) -> None:
     recreations, shown = 0, ""
     while True:
         try:
-            if _is_there(launch, "finished"):
+            if _has_finished(launch):
                 break
-            _check_not_failed(launch)
-            _check_wanted(launch)
             state, reason = vms.state()
             if shell.dry_run:
                 print("# and once it has:")
@@ -122,7 +120,8 @@ def _watch(launch: Launch, vms: TpuVms) -> None:
                 recreations += 1
                 shell.say(f"{error}; asking again in {pause:.0f} s")
                 shell.sleep(pause)
-                _check_wanted(launch)
+                if _has_finished(launch):  # a worker that finishes deletes the TPU
+                    break
                 vms.create(launch.staging / "startup.sh")
         except CommandError as error:
             if error.kind is not Kind.TRANSIENT:
@@ -137,27 +136,33 @@ def _watch(launch: Launch, vms: TpuVms) -> None:
     shell.report("deleted the TPU (--keep would have kept it); the run stays in the bucket")
 
 
-def _check_not_failed(launch: Launch) -> None:
-    """Raises LaunchError if a worker has given up the run; it has deleted the TPU, unless --keep was given."""
-    if _is_there(launch, "failed"):
+def _has_finished(launch: Launch) -> bool:
+    """Whether the run has finished.
+
+    Raises:
+      LaunchError: a worker has given up the run, and deleted the TPU unless --keep was given; or it was stopped or
+        deleted elsewhere.
+    """
+    there = _listed(launch)
+    if "finished" in there or launch.shell.dry_run:
+        return "finished" in there
+    if "failed" in there:
         reason = launch.shell.ask(["gcloud", "storage", "cat", f"{launch.job.files}/failed"]).strip()
         kept = f"; the TPU costs {launch.job.rate} until launch/tpu delete" if launch.job.keep else ""
         raise LaunchError(
             f"the run has failed: {reason}{kept}", f"read {launch.job.files}/logs; launch/tpu up continues the run"
         )
-
-
-def _check_wanted(launch: Launch) -> None:
-    if not _is_there(launch, "run.sh") and not launch.shell.dry_run:
+    if "run.sh" not in there:
         raise LaunchError(f"{launch.job.name} was stopped or deleted elsewhere", "launch/tpu up continues the run")
-
-
-def _is_there(launch: Launch, name: str) -> bool:
-    """Whether the launch has this file in the bucket; in a dry run it has none."""
-    with ignored(Kind.NOT_FOUND):
-        launch.shell.ask(["gcloud", "storage", "ls", f"{launch.job.files}/{name}"])
-        return not launch.shell.dry_run
     return False
+
+
+def _listed(launch: Launch) -> set[str]:
+    """Names of the launch's files in the bucket; in a dry run there are none."""
+    with ignored(Kind.NOT_FOUND):
+        found = launch.shell.ask(["gcloud", "storage", "ls", f"{launch.job.files}/"])
+        return {address.rpartition("/")[2] for address in found.split()}
+    return set()
 
 
 def _remove(launch: Launch, name: str) -> None:

@@ -80,9 +80,8 @@ def answer(line: str, argv: list[str], home: Path) -> int:
         print(json.dumps({"state": {"state": "ACTIVE"}}))
     elif "tpu-vm describe" in line:
         print(json.dumps({"state": "READY"}))
-    elif "storage ls" in line and not line.endswith("run.sh"):
-        print("ERROR: (gcloud.storage.ls) One or more URLs matched no objects.", file=sys.stderr)
-        return 1
+    elif "storage ls" in line:
+        print(f"{argv[-1]}run.sh")
     return 0
 
 

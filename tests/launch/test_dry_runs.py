@@ -84,7 +84,7 @@ def test_dry_run_prints_what_would_run(cloud, name, monkeypatch):
 
 def test_every_dry_run_command_is_one_the_real_programs_take(cloud):
     """The fake refuses flags that gcloud and xpk do not have; here their answers are the scripted successes."""
-    cloud.script({"match": "storage ls .*finished", "code": 0})
+    cloud.script({"match": "storage ls", "code": 0, "stdout": "gs://mine/launch/rpg-4b/finished"})
     assert cloud.run(f"up {V5P} {TINY}") == 0
     assert cloud.run(f"up {V5P} --cluster=c {TINY}", "xpk") == 0
     for command in ("status", "stop", "delete --yes"):

@@ -27,6 +27,12 @@ def failed(message):
     return queue("FAILED", failedData={"error": {"message": message}})
 
 
+def listed(*names, times=1):
+    """The answer to a look into the bucket, where run.sh is and these files are."""
+    lines = "\n".join(f"gs://mine/launch/rpg-4b/{name}" for name in ("run.sh", *names))
+    return {"match": "storage ls", "code": 0, "times": times, "stdout": lines}
+
+
 def absent():
     return {"match": DESCRIBE, **NOT_FOUND}
 
@@ -63,9 +69,9 @@ def test_a_dead_request_makes_room_for_a_new_one(cloud, state):
 
 def test_a_preempted_tpu_comes_back_and_the_run_goes_on_until_it_has_finished(cloud):
     cloud.script(
-        *[{"match": "storage ls .*finished", **NOT_FOUND, "times": 2}],
-        *[queue("ACTIVE", 2), {"match": "tpu-vm describe", "code": 0, "times": 2, "stdout": '{"state": "READY"}'}],
-        *[queue("SUSPENDED", 2), {"match": "storage ls .*finished", "code": 0}],
+        *[listed(times=3), listed("finished"), queue("ACTIVE", 2)],
+        *[{"match": "tpu-vm describe", "code": 0, "times": 2, "stdout": '{"state": "READY"}'}],
+        queue("SUSPENDED", 2),
     )
     assert cloud.run(f"up {TPU} --capacity=spot {TRAINER}") == 0
     assert len(cloud.called("queued-resources create")) == 1
@@ -75,7 +81,7 @@ def test_a_preempted_tpu_comes_back_and_the_run_goes_on_until_it_has_finished(cl
 
 
 def test_a_tpu_that_is_to_be_kept_is_kept_and_costs(cloud):
-    cloud.script({"match": "storage ls .*finished", "code": 0})
+    cloud.script(listed("finished"))
     assert cloud.run(f"up {TPU} --keep {TRAINER}") == 0
     assert len(cloud.called("queued-resources delete")) == 0
     assert "kept: the TPU still costs about $33.60 an hour" in cloud.err
@@ -126,17 +132,22 @@ def test_google_ends_a_flex_start_at_the_limit_too(cloud):
 
 def test_a_run_that_was_stopped_or_deleted_elsewhere_is_not_brought_back(cloud):
     cloud.script(
-        *[queue("ACTIVE", 2), queue("SUSPENDED"), {"match": "storage ls .*run.sh", **NOT_FOUND}],
-        *[{"match": "storage ls .*finished", **NOT_FOUND}, {"match": "storage ls .*finished", "code": 0}],
+        *[queue("ACTIVE", 2), queue("SUSPENDED"), listed(times=2), {"match": "storage ls", **NOT_FOUND}],
     )
     assert cloud.run(f"up {TPU} {TRAINER}") == 1
     assert "stopped or deleted elsewhere" in cloud.errors()[0] and not cloud.called("queued-resources create")
 
 
+def test_a_run_that_finishes_while_its_tpu_is_looked_for_is_not_brought_back(cloud):
+    cloud.script(queue("ACTIVE"), listed(), absent(), listed("finished"))
+    assert cloud.run(f"up {TPU} {TRAINER}") == 0, cloud.err
+    assert "finished: gs://mine/runs/rpg-4b" in cloud.err and not cloud.called("queued-resources create")
+
+
 @pytest.mark.parametrize("keep", ["", "--keep"])
 def test_a_run_that_a_worker_has_given_up_is_not_waited_for(cloud, keep):
     cloud.script(
-        {"match": "storage ls .*failed", "code": 0},
+        listed("failed"),
         {"match": "storage cat", "code": 0, "stdout": "worker 1 ended with exit code 2"},
     )
     assert cloud.run(f"up {TPU} {keep} {TRAINER}") == 1
@@ -200,9 +211,9 @@ def test_a_cloud_that_does_not_answer_for_a_while_ends_no_watch(cloud):
     """gcloud tries each request several times; then the watch looks again a minute later, and requests a TPU once."""
     down = {"stderr": "ERROR: UNAVAILABLE: try later", "times": 2}
     cloud.script(
-        *[absent(), {"match": "storage ls .*finished", **down}, queue("SUSPENDED", 2)],
+        *[absent(), {"match": "storage ls", **down}, queue("SUSPENDED", 2)],
         *[{"match": "queued-resources delete", **down, "times": 1}, queue("SUSPENDED", 2)],
-        *[{"match": "storage ls .*finished", **NOT_FOUND, "times": 2}, {"match": "storage ls .*finished", "code": 0}],
+        *[listed(times=4), listed("finished")],
     )
     assert cloud.run(f"up {TPU} {TRAINER}") == 0, cloud.err
     assert len(cloud.called("queued-resources create")) == 2 and cloud.err.count("looking again in 60 s") == 3
