@@ -18,6 +18,10 @@ RUNTIMES = {
 COUNTS_CORES = ("v4", "v5p")  # their types count TensorCores, two a chip: v5p-16 has 8 chips
 
 
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Slice:
     """One accelerator type: `v5p-16` has 8 v5p chips on 2 hosts, wired as 2x2x2."""
@@ -46,7 +50,7 @@ class Slice:
         return 1 if self.chips <= self.chip.one_host else self.chips // 4
 
     def __str__(self) -> str:
-        return f"{self.type} ({self.chips} chips {self.topology}, {self.hosts} host{'s' * (self.hosts > 1)})"
+        return f"{self.type} ({count(self.chips, 'chip')} {self.topology}, {count(self.hosts, 'host')})"
 
 
 SLICES = {

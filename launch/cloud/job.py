@@ -72,7 +72,7 @@ class Job:
             price, source = self.slice.chip.price or 0.0, f"{PRICES_AS_OF}, on demand"
             if self.capacity != "on-demand":
                 source += f"; {self.capacity} is billed otherwise, name yours with --chip-price"
-        return chips * price, f"{chips} chips × ${price:.2f} ({source})"
+        return chips * price, f"{accelerators.count(chips, 'chip')} × ${price:.2f} ({source})"
 
     @property
     def rate(self) -> str:

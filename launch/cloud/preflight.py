@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cloud import account, reach, words
+from cloud.accelerators import count
 from cloud.errors import CommandError, Kind, LaunchError
 from cloud.job import ROOT, SERVERS_SECRETS, Job
 from cloud.shell import Shell
@@ -100,7 +101,7 @@ def config_fits(job: Job) -> Iterator[str]:
     if job.slices < 1:
         return
     if not PYTHON.exists():
-        yield "config not checked: there is no .venv here (bash launch/test.sh makes one)"
+        yield "config not checked: there is no .venv here (python3 launch/install.py makes one)"
         return
     slices = 1 if job.serves_for else job.slices  # each is a server by itself
     done = resolve(job.config, job.slice.chips * slices, slices)
@@ -167,7 +168,7 @@ def batches_divide(config: dict, shards: int) -> str:
             f"{field} = {rows} does not divide over {shards} shards of rows",
             f"make it a multiple of {shards}, or give chips to --config.mesh.tensor",
         )
-    return f"{rows} rows over {shards} shards"
+    return f"{rows} rows over {count(shards, 'shard')}"
 
 
 def plan_says_it_fits(job: Job) -> Iterator[str]:

@@ -4,7 +4,7 @@ from cloud import files, options
 from cloud.errors import CommandError, Kind, LaunchError, ignored
 from cloud.options import Launch, confirm
 from cloud.shell import Shell
-from cloud.tpu_vms import ABSENT, UP, WAITING, TpuVms
+from cloud.tpu_vms import UP, WAITING, TpuVms
 
 DESCRIPTION = """Runs a config on Cloud TPU VMs.
 
@@ -65,8 +65,6 @@ def delete(launch: Launch, vms: TpuVms) -> None:
     confirm(f"delete {what}? Runs stay in {job.bucket}.", launch)
     _remove(launch, "run.sh")  # else an `up` that watches elsewhere would bring it back
     vms.delete()
-    if not launch.shell.dry_run and (left := vms.state()[0]) != ABSENT:
-        launch.shell.say(f"{job.name} is still {left}; look again with launch/tpu status")
     launch.shell.report(
         f"deleted; the run stays. Storage still costs: {job.runs}/{job.name} and {job.files} "
         f"(gcloud storage rm --recursive ADDRESS), and {job.bucket}/jax-cache"
