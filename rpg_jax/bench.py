@@ -58,6 +58,8 @@ def _table(results: Sequence[Mapping[str, Any]]) -> str:
 
 def cell(value: Any) -> str:
     """A value as the tables show it."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {one}" for name, one in value.items() if one != "")
     if isinstance(value, float):
         if 0 < abs(value) < 0.001:
             return f"{value:.2e}"

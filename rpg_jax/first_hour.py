@@ -131,7 +131,8 @@ class Report:
         columns = ("result", "seen", "expected", "seconds", "log")
         rows = [(name, *(step[column] for column in columns)) for name, step in self.steps.items()]
         parts = [f"# The first hour on {self.machine.get('devices', 'a machine')}: {self.summary()}"]
-        parts += [markdown_table(("step", *columns), rows), markdown_table(("machine", ""), self.machine.items())]
+        machine = [(name, cell(value)) for name, value in self.machine.items()]
+        parts += [markdown_table(("step", *columns), rows), markdown_table(("machine", ""), machine)]
         for name, step in self.steps.items():
             parts += [f"## {name.capitalize()}", f"`{step['command']}`"]
             fields = list(dict.fromkeys(field for one in step["measured"] for field in one))

@@ -62,6 +62,7 @@ def test_the_report_says_what_was_expected_and_seen_and_the_exit_code_that_somet
     page = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     assert page.startswith("# The first hour on 1 x cpu: 2 passed, 1 failed, 1 could not be run\n")
     assert "| two | passed | 2 losses | fine |" in page and "| loss | 1.5000 | 2.5000 |" in page
+    assert "| packages | jax 1 |" in page
     assert "\n    Boom: why\n" in page, "the end of the log of what failed"
     assert (tmp_path / "out" / "logs" / "bad.txt").read_text(encoding="utf-8") == "no\nBoom: why\n"
     assert "report.md: 2 passed, 1 failed, 1 could not be run" in capsys.readouterr().out
