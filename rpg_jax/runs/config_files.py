@@ -232,7 +232,9 @@ class Field:
     def check(self, name: str, value: Any) -> None:
         """Raises ValueError if `value` is no choice or is outside the range. The message has the field's `name`."""
         names = self.names
-        if names and value not in names and not (value is None and isinstance(self.default, Unset)):
+        if value is None and not isinstance(self.default, Unset):
+            raise ValueError(f"{name}=None: the field is always set; its default is {self.initial}")
+        if names and value not in names and value is not None:
             close = difflib.get_close_matches(str(value), names, n=1)
             nearest = f"did you mean {close[0]!r}? " if close else ""
             raise ValueError(f"{name}={value!r}: {nearest}One of {', '.join(names)}.")

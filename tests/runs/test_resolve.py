@@ -23,6 +23,7 @@ def resolved(**changes):
     ("changes", "message"),
     [
         ({"evaluation.every": 0}, r"evaluation.every=0 must be in \[1, 1e12\]; for never, a number above train.steps"),
+        ({"rollout.temperature": None}, "rollout.temperature=None: the field is always set; its default is 1.0"),
         ({"evaluation.k": 0}, r"evaluation.k=0 must be in \[1, 1e5\]$"),
         ({"mesh.tensor": 0}, "mesh.tensor=0: an axis has 1 device or more, or -1 for all that are left"),
         ({"model.compute_dtype": "int8"}, "model.compute_dtype='int8': One of bfloat16, float32"),
