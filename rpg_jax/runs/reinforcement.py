@@ -39,7 +39,7 @@ from rpg_jax.runs.learner import (
     reference_rule,
 )
 from rpg_jax.runs.logs import RunLog
-from rpg_jax.runs.resolve import check_sampling, loss_arguments, resolve, reward_arguments
+from rpg_jax.runs.resolve import check_rows, check_sampling, loss_arguments, resolve, reward_arguments
 from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
 from rpg_jax.runs.session import CompilationCounter, OnStep, Session, host_metrics
 from rpg_jax.runs.teacher import open_teacher
@@ -71,6 +71,7 @@ def run(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS,
       on_step: receives the record of each step.
     """
     check_sampling(config)
+    check_rows(config)
     with entered(config, handed=functions) as opened:
         if config.rewards.overlong_shaping:
             buffer, limit = config.rewards.overlong_buffer, config.rollout.max_tokens

@@ -125,6 +125,16 @@ def check_sampling(config: ConfigDict) -> None:
             )
 
 
+def check_rows(config: ConfigDict) -> None:
+    """Raises ValueError if a packed row can be too short for a prompt with its completion, which ends a run later."""
+    length, longest = config.train.packed_length, config.task.max_prompt_tokens + config.rollout.max_tokens
+    if length is not None and length < longest:
+        raise ValueError(
+            f"train.packed_length={length} cannot hold a prompt with its completion, of {longest} tokens at most: set "
+            f"train.packed_length={longest}, or lower task.max_prompt_tokens or rollout.max_tokens"
+        )
+
+
 def _check_staleness(config: ConfigDict) -> None:
     """Refuses settings with which a loss would misread the ratios of stale completions. Call `with_method` before."""
     r, loss, kind = config.rollout, config.loss, config.loss.sampler_correction

@@ -36,7 +36,7 @@ PROGRAM = "rpg_jax"
 """The mark in versions.json of a folder that this program made, and may therefore replace."""
 _AROUND = ("run.", "distributed.", "checkpoint.", "log.", "profile.", "servers.")  # they change no number of a run
 # Where things are computed: the numbers agree bit for bit only on the same mesh, step for step on any.
-_PLACES = ("mesh.", "sharding", "offload", "model.remat", "train.microbatch_size")
+_PLACES = ("mesh.", "sharding", "offload", "model.remat", "train.microbatch_size", "train.packed_length")
 _DECODING_PLACES = ("driver", "tensor", "expert", "devices", "slots", "threads")
 _JUDGES = ("url", "parallel", "deadline_seconds")
 # Fields that may differ when a run is resumed: they do not change what has been computed so far.

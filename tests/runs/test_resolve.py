@@ -10,7 +10,7 @@ import pytest
 from configs import qwen3_4b_2k, tiny
 from rpg_jax import losses
 from rpg_jax.runs import reinforcement
-from rpg_jax.runs.resolve import check_sampling, check_training, loss_arguments, resolve
+from rpg_jax.runs.resolve import check_rows, check_sampling, check_training, loss_arguments, resolve
 
 
 def resolved(**changes):
@@ -178,6 +178,17 @@ def test_training_from_a_cut_distribution_is_refused_by_name(name, value, off):
     config.rollout[name] = value
     with pytest.raises(ValueError, match=f"rollout.{name}={value} cuts .* Set rollout.{name}={off} to train"):
         reinforcement.run(resolve(config))
+
+
+def test_a_row_that_the_longest_completion_does_not_fit_is_refused_before_the_run_begins():
+    config = tiny.get_config()
+    config.train.packed_length = 10
+    with pytest.raises(
+        ValueError, match="train.packed_length=10 cannot hold .* of 11 tokens at most: set train.packed"
+    ):
+        reinforcement.run(resolve(config))
+    config.train.packed_length = 11
+    check_rows(config)
 
 
 def test_a_correction_of_tokens_is_refused_for_stale_completions_that_are_weighed_as_a_whole():

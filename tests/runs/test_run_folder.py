@@ -173,7 +173,7 @@ def test_a_run_goes_on_with_other_slots_and_micro_batches_but_not_with_another_l
     config = resolve(config)
     run_folder.open_run(config, run_folder.of(config))
     before = run_folder.identity(config)
-    config.rollout.slots, config.train.microbatch_size = 8, 4
+    config.rollout.slots, config.train.microbatch_size, config.train.packed_length = 8, 4, 64
     run_folder.open_run(config, run_folder.of(config))
     assert run_folder.identity(config) == before
     config.loss.kl_coef = 0.5
