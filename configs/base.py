@@ -249,9 +249,9 @@ FIELDS = Section(
         name=Field(from_method(str), "The loss, or a function of your own as module:function (docs/library.md).",
             choices="rpg_jax.losses:LOSSES"),
         arguments=Field(from_method(str), 'Hyperparameters of the loss that have no field here, as JSON: '
-            '{"tau": 0.5}. Of the shipped losses: weight_cap of rpg, mask_divergence and mask_threshold of dppo, '
-            "width_low, width_high and width_dual of ctpo, trust_region of drpo, tau_positive, tau_negative of sapo, "
-            "penalty_level of opmd; docs/methods.md."),
+            '{"tau": 0.5}. Of the shipped losses: weight_cap, trace_cap of rpg, mask_divergence, mask_threshold of '
+            "dppo, width_low, width_high and width_dual of ctpo, trust_region of drpo, tau_positive, tau_negative of "
+            "sapo, penalty_level of opmd; docs/methods.md."),
         divergence=Field(from_method(str), "rpg: the divergence.", choices="rpg_jax.losses:DIVERGENCES"),
         estimator=Field(from_method(str), "rpg: the gradient's estimator. exact: the KL at a token's prefix is summed "
             "over the vocabulary, which takes the reference's weights to every update; for level token and to_go.",
@@ -270,8 +270,6 @@ FIELDS = Section(
             choices=("present", "behaviour")),
         trace_decay=Field(from_method(float), "rpg, level=to_go: the decay lambda per token of the KL to come.",
             range="[0, 1]"),
-        trace_cap=Field(from_method(float), "rpg, level=to_go: the cap of the importance ratio in that decay.",
-            range="(0, inf]"),
         kl_coef=Field(from_method(float), "The coefficient beta of the KL term.", range="[0, inf)"),
         clip_low=Field(from_method(float), "epsilon_1: the importance ratio is clipped below 1 - epsilon_1.",
             range="[0, 1)"),
@@ -304,8 +302,6 @@ FIELDS = Section(
         "The learned baseline of loss.advantage=gae.",
         gamma=Field(1.0, "The discount per token.", range="[0, 1]"),
         gae_lambda=Field(1.0, "The lambda of GAE. 1: returns minus values; 0: one-step errors.", range="[0, 1]"),
-        clip=Field(0.2, "The value loss clips a value to within this distance of the old value. 0 is off.",
-            range="[0, inf)"),
         learning_rate=Field(1e-5, "The learning rate of the critic's own weights. The rest is as in optimizer.",
             range="[0, 100]"),
     ),
@@ -322,6 +318,13 @@ FIELDS = Section(
             "family with the policy's tokenizer, as in model.path. It is held in model.compute_dtype."),
         resident=Field(False, "Keep the reference's weights in device memory between steps. A teacher's always stay, "
             "unless offload names the reference."),
+    ),
+    rehearsal=Section(
+        "Completions of the start policy, which every update trains on beside its mini-batch: the forward KL "
+        "KL(pi_start || pi_theta). docs/methods.md.",
+        path=Field(optional(str), "The folder of an evaluation of the start policy: its completions of the problems "
+            "of which every completion is right. An update takes one for each prompt of its mini-batch. Unset: none."),
+        coef=Field(0.0, "The weight lambda of their mean negative log-probability, nats per token.", range="[0, inf)"),
     ),
     train=Section(
         "Steps and batches. A step samples one rollout batch and trains on it.",
@@ -434,6 +437,7 @@ _FLEET = {
 }
 _MOVED = {
     "loss.weight_cap": '{"weight_cap": 2.0}',
+    "loss.trace_cap": '{"trace_cap": Infinity}',
     "loss.mask_divergence": '{"mask_divergence": "kl"}',
     "loss.mask_threshold": '{"mask_threshold": 0.1}',
     "loss.tau_positive": '{"tau_positive": 1.0}',
@@ -498,6 +502,7 @@ RETIRED = (
     ),
     Retired("rollout.swap", "2026-11-26", "new weights take over between two batches", fixed="between"),
     Retired("critic.trunk", "2026-11-26", "the critic has a decoder of its own", fixed="separate"),
+    Retired("critic.clip", "2026-11-26", "the value loss clips a value to within 0.2 of the old value", fixed=0.2),
     Retired("critic.coef", "2026-11-26", "the value loss has the weight 0.5", fixed=0.5),
     Retired("task.chain_of_thought", "2026-11-25", "task.name=chains has working to write", fixed=False),
     *(

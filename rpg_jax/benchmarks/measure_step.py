@@ -115,7 +115,7 @@ class Contender:
         return {
             **found,
             **asked,
-            "peak_bytes": subject.measured_peak(),
+            "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use") or subject.peak_bytes(),
             "base_bytes": 0 if frozen is None else int(bytes_on_a_device(frozen)),
             "trained_bytes": int(trained),
             "slots_bytes": int(bytes_on_a_device(one.learner.like) - trained),

@@ -218,11 +218,6 @@ def asked_bytes(program: jax.stages.Compiled) -> dict[str, int]:
     }
 
 
-def measured_peak() -> int:
-    """Bytes of device memory at the peak so far; on CPU the result of `peak_bytes`."""
-    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use") or peak_bytes()
-
-
 def progress(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 

@@ -121,11 +121,6 @@ def png(figure: Figure) -> bytes:
     return image.getvalue()
 
 
-def legend_columns(labels: Sequence[str], width: float) -> int:
-    """The number of columns of a legend in `width` inches. A letter takes 0.075 inches, a handle with gaps 0.6."""
-    return max(1, min(len(labels), int(width / (0.6 + 0.075 * max(map(len, labels), default=0)))))
-
-
 def name_axes(axes: Axes, title: str, below: str) -> None:
     """Titles axes, and names the horizontal axis."""
     tidy(axes, title)
@@ -135,7 +130,8 @@ def name_axes(axes: Axes, title: str, below: str) -> None:
 def legend_below(figure: Figure) -> None:
     """The legend of the first axes, below the figure."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    columns = legend_columns(labels, figure.get_figwidth())
+    inches = 0.6 + 0.075 * max(map(len, labels), default=0)  # a handle with gaps, and each letter
+    columns = max(1, min(len(labels), int(figure.get_figwidth() / inches)))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
@@ -216,7 +212,8 @@ def _draw_panel(axes: Axes, panel: Panel, records: Sequence[Mapping[str, Any]]) 
         axes.plot(steps, raw, color=RAW, linewidth=0.8)
         axes.plot(steps, mean, color=LINE, linewidth=1.8, marker="o" if len(steps) == 1 else None, markersize=4)
         _last(axes, f"{'training ' if held_out else ''}{mean[-1]:.3g}", LINE, height=1.03)
-        for part, colour in zip(_parts_of(panel.key, records), COLOURS[2:], strict=False):  # they add up to the metric
+        parts = dict.fromkeys(name.partition("/")[2] for r in records for name in r if name.startswith(f"{panel.key}/"))
+        for part, colour in zip(parts, COLOURS[2:], strict=False):  # they add up to the metric
             axes.plot(*series(records, f"{panel.key}/{part}"), color=colour, linewidth=1, label=part)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8, frameon=False, loc="best")
@@ -227,11 +224,6 @@ def _draw_panel(axes: Axes, panel: Panel, records: Sequence[Mapping[str, Any]]) 
     if not values and not held_out:
         axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color=MUTED)
         axes.set_yticks([])
-
-
-def _parts_of(key: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The metrics KEY/PART in the records, which are the parts of the metric KEY."""
-    return list(dict.fromkeys(name[len(key) + 1 :] for r in records for name in r if name.startswith(f"{key}/")))
 
 
 def _last(axes: Axes, text: str, color: str, height: float) -> None:

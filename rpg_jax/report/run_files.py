@@ -109,12 +109,9 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def series(records: Iterable[Record], key: str) -> tuple[list[int], list[float]]:
     """The steps at which a metric is a finite number, and the values of the metric at these steps."""
-    points = [(record["step"], record[key]) for record in records if _is_finite(record.get(key))]
+    numbers = (record for record in records if isinstance(record.get(key), int | float))
+    points = [(r["step"], r[key]) for r in numbers if not isinstance(r[key], bool) and math.isfinite(r[key])]
     return [step for step, _ in points], [float(value) for _, value in points]
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def evaluations(records: Iterable[Record]) -> dict[str, list[dict[str, Any]]]:

@@ -216,6 +216,7 @@ def records(name: str, groups: Sequence[Group], scorer: Scorer) -> list[Record]:
                 "set": name,
                 "prompt_id": group.problem.prompt_id,
                 "index": i,
+                **({"system": group.problem.system} if group.problem.system else {}),
                 "prompt": group.problem.prompt,
                 "reference": group.problem.answer,
                 "completion": group.texts[i],
@@ -389,13 +390,10 @@ def show(title: str, settings: dict[str, Any], records: dict[str, list[Record]],
     by_set = {name: scores.summarise(own) for name, own in records.items()}
     write_atomically(folder / "scores.json", json_files.dumps({"settings": settings, "sets": by_set}, indent=1) + "\n")
     write_atomically(folder / "scores.md", scores.markdown(title, settings, by_set))
-    _print(title, scores.one_row_a_set(by_set))
-    print("".join(f"{note}\n" for name, own in records.items() if (note := scores.without_verdict(name, own))), end="")
-    return by_set
-
-
-def _print(title: str, rows: list[list[str]]) -> None:
-    table = Table(*rows[0], title=title)
-    for row in rows[1:]:
+    first, *rows = scores.one_row_a_set(by_set)
+    table = Table(*first, title=title)
+    for row in rows:
         table.add_row(*row)
     screen.console().print(table)
+    print("".join(f"{note}\n" for name, own in records.items() if (note := scores.without_verdict(name, own))), end="")
+    return by_set

@@ -309,7 +309,7 @@ def input_digests(experiment: Experiment) -> dict[str, str]:
     train, held_out = ("task.train", "task.held_out_sets") if name == "files" else ("task", "task, held out")
     found = {"model.tokenizer": experiment.tokenizer.digest(), "model.path": model_digest(experiment.layout.model)}
     if path := weights_beside_adapters(experiment.config):
-        found["model.path (weights)"] = weights_digest(models.local_folder(path))
+        found["model.path (weights)"] = files_digest(models.local_folder(path))
     if task.train:
         found[train] = problems_digest(task.train)
     if task.demonstrated:
@@ -345,10 +345,10 @@ def problems_digest(problems: Iterable[data.Problem]) -> str:
     return _digest(repr(tuple(vars(problem).values())) for problem in problems)  # a tenth of the time of `astuple`
 
 
-def weights_digest(folder: Path) -> str:
-    """The digest of the safetensors in a folder: their names and all their bytes."""
+def files_digest(folder: Path, pattern: str = "*.safetensors") -> str:
+    """The digest of the files of a name in a folder, or of its weights: their names and all their bytes."""
     found = []
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(folder.glob(pattern)):
         with path.open("rb") as file:
             found += [path.name, hashlib.file_digest(file, "sha256").hexdigest()]
     return _digest(found)
@@ -368,7 +368,9 @@ def check_inputs(experiment: Experiment, folder: Path, *, begins: bool) -> dict[
     if task.train or task.demonstrated:
         found |= code_digests(experiment.config, experiment.handed)
     if task.train and (path := experiment.config.reference.path):
-        found["reference.path (weights)"] = weights_digest(models.local_folder(path))
+        found["reference.path (weights)"] = files_digest(models.local_folder(path))
+    if task.train and (path := experiment.config.rehearsal.path):
+        found["rehearsal.path"] = files_digest(storage.local(path), "completions.jsonl")
     known = json_files.read_if_there(folder / INPUTS) if hosts.is_first() and not begins else {}
     known = json.loads(hosts.all_gather_bytes(json.dumps(known or found).encode())[0])
     if changed := [name for name, digest in found.items() if known.get(name, digest) != digest]:

@@ -81,7 +81,6 @@ def make_critic(layout: Layout) -> Critic | None:
     return Critic(
         graphdef=abstract_model(config, trunk)[0],
         optimizer=make_optimizer(**{**optimizer_arguments(config), "learning_rate": c.learning_rate}),
-        clip=c.clip or None,
         **{name: c[name] for name in ("gamma", "gae_lambda")},
     )
 

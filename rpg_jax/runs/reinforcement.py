@@ -39,6 +39,7 @@ from rpg_jax.runs.learner import (
     reference_rule,
 )
 from rpg_jax.runs.logs import RunLog
+from rpg_jax.runs.rehearsal import open_rehearsal
 from rpg_jax.runs.resolve import check_rows, check_sampling, loss_arguments, resolve, reward_arguments
 from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
 from rpg_jax.runs.session import CompilationCounter, OnStep, Session, host_metrics
@@ -218,6 +219,7 @@ def make_algorithm(
         token_rewards=functools.partial(token_rewards, **credit),
         programs=programs,
         reference=make_reference(experiment, folder),
+        rehearsal=open_rehearsal(experiment),
         decoupled=c.rollout.max_staleness > 0 and losses.carried_ratio(c.loss.sampler_correction) is not None,
         updates_per_step=c.train.updates_per_step,
         epochs=c.train.epochs,

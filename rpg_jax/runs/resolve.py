@@ -34,6 +34,7 @@ def resolve(config: ConfigDict) -> ConfigDict:
     _check_counts(resolved)
     _check_loss(resolved)
     _check_reference(resolved)
+    _check_rehearsal(resolved)
     decided = {name: resolved.rewards[name] for name in ("accuracy", "right_above")}
     rewards.check(*reward_arguments(resolved), **decided)
     _check_environment(resolved)
@@ -247,6 +248,16 @@ def _check_reference(config: ConfigDict) -> None:
             "loss.estimator=exact reads the weights of the reference in every update, and reference.rule=behaviour "
             "keeps none: set reference.rule=fixed, every or kl, or reference.path"
         )
+
+
+def _check_rehearsal(config: ConfigDict) -> None:
+    """Refuses a rehearsal of half its fields, and together with what its completions cannot come from."""
+    c, coef = config.rehearsal, f"rehearsal.coef={config.rehearsal.coef:g}: set both, or neither"
+    ready = "warm_start.enabled=True: only now it makes the start policy. Run it, export it, give --config.model.path"
+    played = f"environment.name={config.environment.name}: kept conversations are not rehearsed; leave one out"
+    reasons = {coef: bool(c.path) != bool(c.coef), ready: config.warm_start.enabled, played: config.environment.name}
+    if (c.path or c.coef) and (found := [reason for reason, holds in reasons.items() if holds]):
+        raise ValueError(f"rehearsal.path={c.path} with {found[0]}")
 
 
 def _has_baseline(advantage: str, group: int) -> bool:

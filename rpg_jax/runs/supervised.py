@@ -15,13 +15,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from rpg_jax import data, losses, masking, storage
-from rpg_jax.environments import Message
+from rpg_jax import data, losses, storage
 from rpg_jax.environments.player import Observations
 from rpg_jax.losses import Metrics
 from rpg_jax.parallel import hosts
@@ -36,7 +33,7 @@ from rpg_jax.runs.problems import Demonstration
 from rpg_jax.runs.session import Session, host_metrics
 from rpg_jax.training.heartbeat import beat
 from rpg_jax.training.loop import Step
-from rpg_jax.training.measures import Guard
+from rpg_jax.training.measures import Guard, sum_and_weight
 from rpg_jax.training.objective import Objective, supervised_loss
 from rpg_jax.training.state import TrainState
 from rpg_jax.training.step import Programs
@@ -231,16 +228,13 @@ def imitated(
     observed: list[bool] = []
     for own, turn in itertools.groupby(messages, key=lambda message: message["role"] == "assistant"):
         said = [*turn]
-        ids = _spoken(said, tokenizer) if own else observations.encode(said).tolist()
+        spoken = [token for m in said for token in (*tokenizer.encode(m["content"]), tokenizer.eos_id)]
+        ids = spoken if own else observations.encode(said).tolist()
         tokens, observed = tokens + ids, observed + [not own] * len(ids)
     tokens, observed = tokens[:max_tokens], observed[:max_tokens]
     count = 1 + sum(earlier and not later for earlier, later in itertools.pairwise(observed))
     turns = Turns(np.array(observed), np.zeros(count, np.float32)) if any(observed) else None
     return Completion(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), "stop", 0, turns=turns)
-
-
-def _spoken(messages: Sequence[Message], tokenizer: data.Tokenizer) -> list[int]:
-    return [token for m in messages for token in (*tokenizer.encode(m["content"]), tokenizer.eos_id)]
 
 
 def packed(e: Experiment, examples: Sequence[data.Example], shape: data.RowShape) -> list[Batch]:
@@ -344,10 +338,5 @@ def held_out_loss(e: Experiment, programs: Programs, params: Any, problems: Sequ
     sums: list[Metrics] = []
     for batch in packed(e, examples, rows):
         logprobs = programs.logprobs(params, batch.rows)[0]
-        sums.append({"loss": _sum_and_weight(logprobs, batch.mask)})
+        sums.append({"loss": sum_and_weight(-logprobs, batch.mask)})
     return losses.divided(losses.merge(sums))["loss"]
-
-
-@jax.jit
-def _sum_and_weight(logprobs: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return -masking.masked_sum(logprobs, mask), jnp.sum(mask)

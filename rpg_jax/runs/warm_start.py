@@ -29,10 +29,10 @@ from rpg_jax.rollout import Rollout
 from rpg_jax.runs.experiment import (
     Experiment,
     code_digests,
+    files_digest,
     input_digests,
     make_generator,
     make_rollout,
-    weights_digest,
 )
 from rpg_jax.runs.layout import Layout
 from rpg_jax.runs.learner import init_params
@@ -237,5 +237,5 @@ def _read(e: Experiment) -> dict[str, str]:
     """The digests of what a warm start reads."""
     found = input_digests(e)
     if e.config.model.path:
-        found["weights"] = weights_digest(models.local_folder(e.config.model.path))
+        found["weights"] = files_digest(models.local_folder(e.config.model.path))
     return found

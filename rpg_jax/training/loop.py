@@ -17,7 +17,7 @@ from rpg_jax.training.measures import Clock, expert_load, load_metrics, sampler_
 from rpg_jax.training.objective import Advantages
 from rpg_jax.training.reference import Reference
 from rpg_jax.training.state import TrainState
-from rpg_jax.training.step import Anchor, Programs
+from rpg_jax.training.step import Anchor, Programs, Rehearsed
 from rpg_jax.types import Rows
 
 Packed = RolloutBatch[Group]
@@ -41,6 +41,7 @@ class Algorithm:
         (`losses.carried_ratio`; decoupled PPO: AReaL, arXiv:2505.24298). Otherwise π_old is the policy that sampled.
       exact: the loss sums the KL over the vocabulary. Then an update reads the reference's hidden states and computes
         log π_ref too, without a pass before it.
+      rehearsal: the kept completions of an update by its number, from 0; None without rehearsal.
       token_rewards: returns the reward of each token of groups; only a critic needs these rewards.
       reward_parts: the weight of each part of the reward, in the order of `Group.parts`.
       experts: the number of experts of a layer; 0 in a dense model.
@@ -60,6 +61,7 @@ class Algorithm:
     on_policy: bool = False
     decoupled: bool = False
     exact: bool = False
+    rehearsal: Callable[[int], Rehearsed] | None = None
     token_rewards: Callable[[Sequence[Group]], list[list[np.ndarray]]] | None = None
     after_updates: Callable[[int, Packed, TrainState], None] | None = None
     is_recorded: Callable[[int], bool] = lambda step: True
@@ -230,8 +232,10 @@ def update(a: Algorithm, batch: Packed, state: TrainState, step: int) -> tuple[T
     minibatches, running, summed = batch.minibatches * a.epochs, [], []
     anchor = anchor_of(a, state) if a.exact else None
     a.reference.before_updates(state.params, step, len(minibatches))
-    for micro_batches in minibatches:
-        state, metrics = a.programs.update(state, micro_batches, anchor)
+    before = (step - 1) * a.updates_per_step * a.epochs
+    for number, micro_batches in enumerate(minibatches, start=before):
+        rehearsed = {} if a.rehearsal is None else {"rehearsed": a.rehearsal(number)}
+        state, metrics = a.programs.update(state, micro_batches, anchor, **rehearsed)
         a.reference.after_update(state.params)
         running.append(metrics)
     for metrics in running:

@@ -24,7 +24,7 @@ from rpg_jax.models.logical import constrain
 from rpg_jax.training.critic import Critic, CriticState
 from rpg_jax.training.heartbeat import beat
 from rpg_jax.training.measures import sampler_gap, sum_and_weight
-from rpg_jax.training.objective import Objective
+from rpg_jax.training.objective import Objective, supervised_loss
 from rpg_jax.training.optimizer import Optimizer, apply_by_layer
 from rpg_jax.training.policy_logprobs import completion_hidden, head_arguments, policy_logprobs
 from rpg_jax.training.state import TrainState, in_device_memory
@@ -85,6 +85,13 @@ class Anchor(NamedTuple):
     head: jax.Array
 
 
+class Rehearsed(NamedTuple):
+    """Micro-batches of kept completions: −log π_θ of each token joins an update's mean loss with weight `share`."""
+
+    batches: Sequence[Batch]
+    share: float
+
+
 class Programs(NamedTuple):
     """The jitted programs of training, one compilation each.
 
@@ -96,6 +103,7 @@ class Programs(NamedTuple):
       fused: (state, batch) -> (state, metrics): an update from one micro-batch; `state` is donated.
       start: (weights, batch) -> Sums of the first micro-batch.
       add: (weights, sums, batch) -> Sums with one more micro-batch; `sums` is donated.
+      rehearse: (weights, sums, batch, share) -> (Sums, metrics): adds a micro-batch of `Rehearsed`; `sums` is donated.
       apply: (state, sums) -> (state, metrics): an update from several micro-batches; `state` is donated.
       baseline: (weights, batch) -> advantages, returns and values f32[B, C] from the rewards of a batch; None without a
         critic.
@@ -107,6 +115,7 @@ class Programs(NamedTuple):
     fused: Program
     start: Program
     add: Program
+    rehearse: Program
     apply: Program
     baseline: Program | None = None
 
@@ -122,11 +131,16 @@ class Programs(NamedTuple):
         return self._replace(**bound)
 
     def update(
-        self, state: TrainState, micro_batches: Sequence[Batch], anchor: Anchor | None = None
+        self,
+        state: TrainState,
+        micro_batches: Sequence[Batch],
+        anchor: Anchor | None = None,
+        rehearsed: Rehearsed | None = None,
     ) -> tuple[TrainState, Metrics]:
         """One optimizer update from all rows of `micro_batches`; `state` is donated. Each launch is a heartbeat.
 
-        The hidden states of an `anchor` are computed for one micro-batch after another.
+        The hidden states of an `anchor` are computed for one micro-batch after another. With `rehearsed` completions
+        the metric `rehearsal_nll` is their mean negative log-likelihood, in nats per token.
         """
 
         own = self if anchor is None else self.beside(anchor)
@@ -135,14 +149,21 @@ class Programs(NamedTuple):
             return batch if anchor is None else dataclasses.replace(batch, ref_hidden=anchor.hidden(batch.rows))
 
         first, *others = micro_batches
-        if not others:
+        if not others and rehearsed is None:
             return own.fused(state, known(first))
         sums = own.start(state.weights, known(first))
         for batch in others:
             beat()
             sums = own.add(state.weights, sums, known(batch))
         beat()
-        return self.apply(state, sums)
+        if rehearsed is None:
+            return self.apply(state, sums)
+        measured = []
+        for batch in rehearsed.batches:
+            sums, metrics = self.rehearse(state.weights, sums, batch, rehearsed.share)
+            measured.append(metrics)
+        state, metrics = self.apply(state, sums)
+        return state, metrics | losses.merge(measured)
 
 
 def make_programs(
@@ -222,6 +243,14 @@ def _jitted(recipe: _Recipe) -> Programs:
         more = gradients(frozen, weights, batch)
         return Sums(jax.tree.map(jnp.add, sums.grads, more.grads), losses.merge([sums.metrics, more.metrics]))
 
+    def rehearse(frozen, weights, sums, batch, share):
+        kept = _gradients(graphdef, Objective(supervised_loss), temperature, frozen, weights, batch)
+        (total, weight), (nll, _) = sums.metrics["loss"], kept.metrics["loss"]
+        scale = share * weight  # `apply` divides by the weight
+        grads = jax.tree.map(lambda own, more: own + scale * more, sums.grads, kept.grads)
+        joined = {**sums.metrics, "loss": (total + scale * nll, weight)}
+        return Sums(grads, joined), {"rehearsal_nll": kept.metrics["loss"]}
+
     def apply(frozen, state, sums):
         del frozen
         return apply_gradients(optimizer, state, sums, objective.critic)
@@ -240,6 +269,7 @@ def _jitted(recipe: _Recipe) -> Programs:
         fused=jitted(fused, (state_sharding, batch_sharding), stepped, donated=1),
         start=jitted(start, (weights, batch_sharding), sums_sharding),
         add=jitted(add, (weights, sums_sharding, batch_sharding), sums_sharding, donated=2),
+        rehearse=jitted(rehearse, (weights, sums_sharding, batch_sharding, None), (sums_sharding, None), donated=2),
         apply=jitted(apply, (state_sharding, sums_sharding), stepped, donated=1),
         baseline=jitted(baseline, (weights, batch_sharding), batch_sharding) if objective.critic else None,
     )

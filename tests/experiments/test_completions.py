@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from experiments.completions.exact import CompletionSettings, end_of_descent, ou
 from experiments.completions.staleness import StalenessSettings
 from experiments.completions.trees import Tree, make_prompts
 from rpg_jax import losses
+from rpg_jax.training.objective import supervised_loss
 
 PAGE = Path(__file__).parents[2] / "docs" / "estimators.md"
 ROWS = {e.key: e for e in (*ESTIMATORS, *VOCABULARY)}
@@ -103,6 +105,19 @@ def test_the_variance_is_that_of_each_completions_gradient(estimator):
     mean = jnp.tensordot(sampled, gradients, 1)
     by_hand = sampled @ jnp.sum((gradients - mean) ** 2, axis=(1, 2))
     np.testing.assert_allclose(jax.jit(lambda: moments(estimator, TREE, x, 0.7).variance)(), by_hand, **ROUNDING)
+
+
+def test_the_likelihood_of_the_references_completions_descends_their_forward_kl():
+    """What `rehearsal` adds to a loss, over every completion of π_ref."""
+    x = prompt()
+
+    def expected(logits):
+        of_each = TREE.along(jax.nn.log_softmax(logits))
+        each = jax.vmap(lambda own: supervised_loss(own, SimpleNamespace(mask=jnp.ones(3)))[0])(of_each)
+        return jnp.exp(TREE.completions(x.reference)) @ each
+
+    exact_ = exact_gradient("completions", "forward", TREE, x, 1.0, rewarded=0.0)
+    np.testing.assert_allclose(jax.jit(jax.grad(expected))(x.policy), exact_, **ROUNDING)
 
 
 def test_the_completions_gradient_needs_the_sequence_level_or_the_exact_chain_rule():

@@ -22,7 +22,7 @@ from rpg_jax import data, models, parallel
 from rpg_jax.runs.learner import policy_objective
 from rpg_jax.runs.resolve import loss_arguments, resolve, with_method
 from rpg_jax.training.loop import Algorithm, add_advantages, add_logprobs
-from rpg_jax.training.objective import advantages_fn
+from rpg_jax.training.objective import Objective, advantages_fn
 from rpg_jax.training.optimizer import make_optimizer
 from rpg_jax.training.policy_logprobs import policy_logprobs
 from rpg_jax.training.state import create_state, state_shardings
@@ -144,6 +144,7 @@ def with_the_line_of_the_refusal(config):
 
 
 EXACT = {"weight": "product", "clip": "none"}
+EXACT_TO_GO = {"level": "to_go", "arguments": '{"trace_cap": Infinity}'}
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ EXACT = {"weight": "product", "clip": "none"}
         ("RPG-REINFORCE-URKL", {"level": "to_go"}, False),
         pytest.param("RPG-RKL", {"level": "sequence", "aggregate": "constant"}, False, marks=pytest.mark.slow),
         pytest.param("RPG-RKL", EXACT | {"level": "sequence"}, True, marks=pytest.mark.slow),
-        pytest.param("RPG-URKL", EXACT | {"level": "to_go", "trace_cap": float("inf")}, True, marks=pytest.mark.slow),
+        pytest.param("RPG-URKL", EXACT | EXACT_TO_GO, True, marks=pytest.mark.slow),
     ],
 )
 def test_a_level_of_completions_has_the_beta_that_is_set(method, loss, stale):
@@ -179,3 +180,29 @@ def test_what_is_refused_has_another_beta(level):
         resolve(config)
     _, beta, share = scales(with_method(config))
     assert 0.75 < share < 0.8 and 0.7 * KL_COEF < beta < 0.8 * KL_COEF
+
+
+def test_rehearsal_adds_its_share_of_the_forward_kl_whatever_the_weight_of_the_loss():
+    """The completions of the reference, enumerated: Σ π_ref(y) g(y) is the share times ∇KL(π_ref‖π_θ)."""
+    graphdef, optimizer, where, rows, (present, _, ref) = setting()
+    loss = Objective(lambda logprobs, batch: (jnp.sum(logprobs * batch.mask), jnp.float32(7), {}))
+    how = {"temperature": 1.0, "state_sharding": where, "batch_sharding": rows}
+    programs = make_programs(graphdef, optimizer, loss, **how)
+    weights = create_state(jax.tree.map(jnp.copy, present), optimizer, where).weights
+    one = [data.pack([group_of([i])], SHAPE, sharding=rows).batches[0] for i in range(3)]
+
+    def gradient(sums):
+        return np.asarray(ravel_pytree(sums.grads[0])[0] / sums.metrics["loss"][1], np.float64)
+
+    alone, share, expected = gradient(programs.start(weights, one[2])), 0.3, 0
+    of_ref = np.asarray(jnp.sum(of_tokens(ref), axis=1), np.float64)
+    for log_p, batch, own in zip(of_ref, one, np.asarray(of_tokens(present)), strict=True):
+        sums, measured = programs.rehearse(weights, programs.start(weights, one[2]), batch, share)
+        assert measured["rehearsal_nll"] == pytest.approx((-own.sum(), np.count_nonzero(own)), rel=1e-5)
+        expected = expected + np.exp(log_p) * (gradient(sums) - alone)
+
+    def forward_kl(params):
+        return jnp.exp(of_ref) @ (of_ref - jnp.sum(of_tokens(params), axis=1))
+
+    exact = np.asarray(ravel_pytree(jax.grad(forward_kl)(present))[0], np.float64)
+    np.testing.assert_allclose(expected, share * exact, rtol=0, atol=ROUNDING * np.abs(share * exact).max())

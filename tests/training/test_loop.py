@@ -19,7 +19,7 @@ from rpg_jax.training.objective import Objective, advantages_fn, policy_loss_fn
 from rpg_jax.training.optimizer import make_optimizer
 from rpg_jax.training.reference import Reference, make_rule
 from rpg_jax.training.state import abstract, create_state, state_shardings
-from rpg_jax.training.step import make_programs
+from rpg_jax.training.step import Rehearsed, make_programs
 from rpg_jax.types import Completion, Count
 
 MODEL = models.DecoderConfig(
@@ -156,6 +156,19 @@ class Recorder:
 def test_a_reference_that_moves_every_second_step_counts_the_loops_steps(parts, tmp_path):
     loop = make_loop(parts, tmp_path, dynamic=None, every="2 steps")
     assert [loop.run_step().metrics["reference_update"] for _ in range(3)] == [0, 4, 4]
+
+
+def test_every_update_of_a_run_rehearses_by_its_number(parts, tmp_path):
+    tokens = Completion(np.array([4, 1], np.int32), np.zeros(2, np.float32), "stop", 0)
+    numbers, kept = [], data.pack([data.Example(np.array([3]), [tokens])], SHAPE, sharding=parts["rows"])
+
+    def rehearsal(number):
+        numbers.append(number)
+        return Rehearsed(kept.batches, 0.1)
+
+    loop = make_loop(parts, tmp_path, dynamic=None, rehearsal=rehearsal)
+    metrics = [loop.run_step().metrics for _ in range(2)]
+    assert numbers == [0, 1, 2, 3] and all(step["rehearsal_nll"] > 0 for step in metrics)
 
 
 @pytest.mark.parametrize("rule", ["behaviour", "every"])

@@ -1,0 +1,94 @@
+"""Rehearsal: completions of the start policy, which an evaluation has kept, and of which every update sees some.
+
+Each update adds λ · (−mean log π_θ) of these completions to its loss. The expectation is λ KL(π_start‖π_θ) and a
+constant, over the kept prompts: those that the start policy has solved with every completion (DPH-RL,
+arXiv:2509.07430).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rpg_jax import data, storage
+from rpg_jax.environments.player import Observations
+from rpg_jax.parallel import hosts
+from rpg_jax.runs.experiment import Experiment
+from rpg_jax.runs.layout import packing_shape
+from rpg_jax.runs.supervised import imitated, packed
+from rpg_jax.storage import json_files
+from rpg_jax.training.step import Rehearsed
+from rpg_jax.types import Batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Rehearsal:
+    """Kept prompts with one completion each, of which an update takes `count`; `coef` is λ, in nats per token.
+
+    Update u takes the entries u · count … (u + 1) · count − 1 of a sequence of permutations. So a run that continues
+    sees what it would have seen. The share of a token is λ / (count · mean length of all kept completions): the sum of
+    an update is unbiased, which a mean over the tokens of a few completions is not.
+    """
+
+    examples: Sequence[data.Example]
+    count: int
+    coef: float
+    pack: Callable[[Sequence[data.Example]], list[Batch]]
+    seed: int
+
+    def __call__(self, update: int) -> Rehearsed:
+        """The completions of an update; the first update of a run is 0."""
+        size, first = len(self.examples), update * self.count
+        passes = range(first // size, (first + self.count - 1) // size + 1)
+        order = np.concatenate([np.random.default_rng([self.seed, p]).permutation(size) for p in passes])
+        chosen = order[first % size : first % size + self.count]
+        length = np.mean([len(e.completions[0].tokens) for e in self.examples])
+        return Rehearsed(self.pack([self.examples[i] for i in chosen]), float(self.coef / (self.count * length)))
+
+
+def open_rehearsal(e: Experiment) -> Rehearsal | None:
+    """The rehearsal of a config, or None. Raises ValueError if `rehearsal.path` has no samples of the run's rollout."""
+    if not e.config.rehearsal.path:
+        return None
+    c, folder = e.config, storage.local(e.config.rehearsal.path)
+    if not (file := folder / "completions.jsonl").exists():
+        raise ValueError(f"rehearsal.path={folder} has no {file.name}: give the folder that rpg_jax.evaluate wrote")
+    check_settings(e, json_files.read_object(folder / "settings.json"))
+    if not (examples := kept(e, data.file_rows(file))):
+        raise ValueError(f"rehearsal.path={folder}: no problem has right completions only; evaluate more problems")
+    if hosts.is_first():
+        print(f"rehearsal.path={folder}: {len(examples)} completions, of problems that have right completions only")
+    pack = functools.partial(packed, e, shape=packing_shape(e.layout))
+    return Rehearsal(examples, c.rollout.prompts_per_step // c.train.updates_per_step, c.rehearsal.coef, pack, c.seed)
+
+
+def check_settings(e: Experiment, settings: Mapping[str, Any]) -> None:
+    """Raises ValueError if an evaluation has sampled from another distribution than the rollout of the run."""
+    wanted = {"temperature": e.config.rollout.temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    wanted |= {"thinking": e.config.task.thinking, "tokenizer": e.tokenizer.digest()[:16]}
+    if other := [f"{name}={settings.get(name)}, not {x}" for name, x in wanted.items() if settings.get(name) != x]:
+        raise ValueError(f"rehearsal.path was sampled with {'; '.join(other)}: evaluate as the rollout samples")
+
+
+def kept(e: Experiment, rows: Sequence[Mapping[str, Any]]) -> list[data.Example]:
+    """The completions of the problems that an evaluation has solved each time.
+
+    Completions that a limit has cut are left out, and those whose text has other tokens than were sampled.
+    """
+    c, found = e.config, []
+    observations = Observations(e.tokenizer, thinking=c.task.thinking)
+    for _, group in itertools.groupby(rows, key=lambda row: (row["set"], row["prompt_id"])):
+        own = [*group]
+        if any(row["verdict"] != "right" for row in own):
+            continue
+        problem = data.Problem(0, own[0]["prompt"], own[0]["reference"], "", system=own[0].get("system", ""))
+        prompt = data.encode_prompt(problem, e.tokenizer, thinking=c.task.thinking, limit=c.task.max_prompt_tokens)
+        for row, completion in ((row, imitated(row["completion"], e.tokenizer, observations)) for row in own):
+            if row["finish_reason"] == "stop" and len(completion.tokens) == row["tokens"] <= c.rollout.max_tokens:
+                found.append(data.Example(prompt, [completion]))
+    return found

@@ -1,0 +1,100 @@
+"""Kept completions: which of an evaluation are kept, which of them an update takes, and what is refused."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from configs import tiny
+from rpg_jax import data
+from rpg_jax.runs.rehearsal import Rehearsal, check_settings, kept, open_rehearsal
+from rpg_jax.runs.resolve import resolve
+from rpg_jax.types import Completion
+
+ROW = {"set": "train", "prompt": "1+2=", "reference": "3", "completion": "3", "verdict": "right", "tokens": 2}
+ROW |= {"finish_reason": "stop"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return data.train_sentencepiece(["0123456789+="], tmp_path_factory.mktemp("tokenizer") / "tokenizer.model")
+
+
+@pytest.fixture
+def experiment(tokenizer, tmp_path):
+    config = tiny.get_config()
+    config.rehearsal.path, config.rehearsal.coef = str(tmp_path), 0.1
+    return SimpleNamespace(config=config, tokenizer=tokenizer)
+
+
+def rows(*changes):
+    return [{**ROW, "prompt_id": 0, "index": i, **change} for i, change in enumerate(changes)]
+
+
+def test_only_problems_that_were_solved_each_time_are_rehearsed(experiment, tokenizer):
+    given = rows({}, {}, {"prompt_id": 1}, {"prompt_id": 1, "verdict": "wrong"}, {"prompt_id": 2, "prompt": "5+5="})
+    examples = kept(experiment, given)
+    assert len(examples) == 3
+    assert tokenizer.decode(examples[2].prompt.tolist()) == "5+5="
+    assert examples[0].completions[0].tokens.tolist() == [*tokenizer.encode("3"), tokenizer.eos_id]
+
+
+@pytest.mark.parametrize("lost", [{"finish_reason": "length"}, {"tokens": 3}], ids=["cut", "other tokens"])
+def test_a_completion_whose_tokens_are_not_those_of_its_text_is_left_out(experiment, lost):
+    assert len(kept(experiment, rows({}, lost))) == 1
+
+
+def test_a_pass_takes_each_completion_once_and_an_update_depends_on_its_number_alone():
+    examples = [
+        data.Example(np.array([i]), [Completion(np.arange(i + 1), np.zeros(i + 1), "stop", 0)]) for i in range(5)
+    ]
+    rehearsal = Rehearsal(examples, 3, 0.5, lambda chosen: [int(e.prompt[0]) for e in chosen], seed=1)
+    drawn = [rehearsal(number) for number in range(5)]
+    taken = [i for each in drawn for i in each.batches]
+    passes = [taken[first : first + 5] for first in (0, 5, 10)]
+    assert all(sorted(own) == [0, 1, 2, 3, 4] for own in passes) and passes[0] != passes[1]
+    assert rehearsal(3) == drawn[3] and {each.share for each in drawn} == {0.5 / (3 * 3)}
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", 0.7), ("top_p", 0.9), ("tokenizer", "another")])
+def test_samples_of_another_distribution_are_refused(experiment, name, value):
+    settings = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "thinking": False}
+    settings["tokenizer"] = experiment.tokenizer.digest()[:16]
+    check_settings(experiment, settings)
+    with pytest.raises(ValueError, match=f"was sampled with {name}={value}, not "):
+        check_settings(experiment, settings | {name: value})
+
+
+def test_an_evaluation_without_a_solved_problem_is_refused(experiment, tmp_path):
+    with pytest.raises(ValueError, match="has no completions.jsonl: give the folder that rpg_jax.evaluate wrote"):
+        open_rehearsal(experiment)
+    settings = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "thinking": False}
+    settings["tokenizer"] = experiment.tokenizer.digest()[:16]
+    (tmp_path / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
+    wrong = rows({"verdict": "wrong"})
+    (tmp_path / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in wrong), encoding="utf-8")
+    with pytest.raises(ValueError, match="no problem has right completions only"):
+        open_rehearsal(experiment)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rehearsal.coef": 0.1}, "rehearsal.path=None with rehearsal.coef=0.1: set both"),
+        ({"rehearsal.path": "F"}, "rehearsal.path=F with rehearsal.coef=0: set both"),
+        (
+            {"warm_start.enabled": True, "rehearsal.path": "F", "rehearsal.coef": 0.1},
+            "only now it makes the start policy",
+        ),
+        (
+            {"environment.name": "examples.guessing:Game", "rehearsal.path": "F", "rehearsal.coef": 0.1},
+            "kept conversations are not rehearsed",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(change, message):
+    config = tiny.get_config()
+    config.update_from_flattened_dict({"warm_start.enabled": False, **change})
+    with pytest.raises(ValueError, match=message):
+        resolve(config)
