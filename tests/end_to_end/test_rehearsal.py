@@ -40,7 +40,7 @@ def trained(folder, start, steps, shared, **rehearsal):
     """The metrics of each step, from a process with one device."""
     given = {
         "run.dir": folder, "run.name": "r", "warm_start.enabled": False, "model.path": start, **FIELDS, **ROWS,
-        "dynamic_sampling.enabled": False,
+        "dynamic_sampling.enabled": False, "rewards.overlong_shaping": False,
         "optimizer.learning_rate": 5e-3, "optimizer.warmup": "0 updates", "train.steps": steps, "evaluation.every": 8,
         "loss.kl_coef": 0, "log.rollouts_every": 0, **rehearsal,
     }  # fmt: skip
