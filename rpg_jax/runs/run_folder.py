@@ -215,6 +215,7 @@ def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     old, new = flat(_moved(json_files.finite(old))), flat(new)
     gone = {row.name: row for row in config_files.all_retired() if row.value is None}
     ignored = {name for name, row in gone.items() if row.fixed is None or row.fixed == old.get(name)}
+    ignored |= {name for name in _AS_BEFORE if not (old.get(name) or new.get(name))}
     names = sorted(name for name in {*old, *new} - ignored if not _may_change(name))
     now = {name: gone[name].line if name in gone else f"now {new.get(name)!r}" for name in names}
     return "; ".join(f"{k} was {old.get(k)!r}, {now[k]}" for k in names if old.get(k) != new.get(k))

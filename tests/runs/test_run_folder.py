@@ -90,6 +90,17 @@ def test_a_retired_field_that_decided_what_a_run_computed_is_named_with_what_too
     opened(tmp_path, "r")
 
 
+@pytest.mark.parametrize("newer", ["rehearsal", "model.replay_experts"])
+def test_a_run_older_than_a_field_without_a_value_goes_on(newer):
+    new = run_folder.as_json(resolve(tiny.get_config()))
+    old = json.loads(json.dumps(new))
+    section, _, name = newer.rpartition(".")
+    del (old[section] if section else old)[name]
+    assert run_folder.differing(old, new) == ""
+    new["rehearsal"]["coef"] = 0.1
+    assert "now 0.1" in run_folder.differing(old, new)
+
+
 def test_a_run_older_than_the_move_of_a_field_into_loss_arguments_goes_on(tmp_path):
     folder = opened(tmp_path, "r", method="SAPO")
     (folder.files / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
