@@ -259,6 +259,8 @@ def read_config(path: Path) -> ConfigDict:
         runs = sorted(str(p.parent) for p in path.parent.glob("*/config.json")) if path.parent.is_dir() else []
         raise ValueError(f"{path} is not a run folder (it has no config.json); there are: {', '.join(runs) or 'none'}")
     config = _moved(read_if_there(file))
+    if "model_type" in config:
+        raise ValueError(f"{path} is a model and no run: evaluate takes it as --folder, sample and serve as --model")
     for name, field in config_files.fields().items():
         section, last = _of_section(config, name)
         if name.startswith(_AROUND) or name in _AS_BEFORE:

@@ -178,6 +178,12 @@ def test_a_folder_that_is_no_run_lists_those_that_are(tmp_path):
         run_folder.read_config(tmp_path / "b")
 
 
+def test_a_model_in_place_of_a_run_is_said_to_be_one(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}', encoding="utf-8")
+    with pytest.raises(ValueError, match="is a model and no run: evaluate takes it as --folder"):
+        run_folder.read_config(tmp_path)
+
+
 def test_a_run_goes_on_with_other_slots_and_micro_batches_but_not_with_another_loss(tmp_path):
     config = tiny.get_config()
     config.run.dir, config.run.name = str(tmp_path), "r"
