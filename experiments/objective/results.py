@@ -55,6 +55,7 @@ def tables(found: Runs) -> dict[str, str]:
         "A verifier that is wrong": ("wrong verifier", _wrong),
         "A reference that moves": ("iterative", _iterative),
         "Longer runs": ("longer", _longer),
+        "Longer runs with a clip": ("longer, clipped", _longer_clipped),
         "Learning rates": (SCAN, _rates),
     }
     return {title: table(found) for title, (name, table) in sections.items() if found.rows(name)}
@@ -180,7 +181,11 @@ def _lengths(found: Runs) -> str:
 
 
 def _longer(found: Runs) -> str:
-    return _regrets(found, "longer", "updates", [("staleness", 8, "1,600"), ("longer", 8, "6,400")])
+    return _regrets(found, "longer", "updates a batch", [("longer", n, str(n)) for n in found.staleness("longer")])
+
+
+def _longer_clipped(found: Runs) -> str:
+    return _changes(found, "longer, clipped", "against no clip", UNCLIPPED_OF.__getitem__, "longer")
 
 
 def _distances(found: Runs) -> str:
@@ -220,15 +225,15 @@ def _clipped(found: Runs) -> str:
     return _changes(found, "clipped", "against no clip", UNCLIPPED_OF.__getitem__)
 
 
-def _changes(found: Runs, experiment: str, head: str, of: Callable[[str], str]) -> str:
-    """Regrets of an experiment, and their differences to those of another row without its change."""
+def _changes(found: Runs, experiment: str, head: str, of: Callable[[str], str], base: str = "staleness") -> str:
+    """Regrets of an experiment, and their differences to those of another row in `base`."""
     stale = found.staleness(experiment)
 
     def cells(row: str) -> list[str]:
         made = []
         for n in stale:
             ours = found.of(experiment, row, "own_regret", updates_a_batch=n)
-            change = paired_difference(ours, found.of("staleness", of(row), "own_regret", updates_a_batch=n))
+            change = paired_difference(ours, found.of(base, of(row), "own_regret", updates_a_batch=n))
             made += [_text(ours), f"{_mean_text(change, sign='+')} {verdict(change)}".strip()]
         return made
 
