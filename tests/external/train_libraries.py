@@ -6,7 +6,7 @@ PYTHONPATH=. peers/bin/python tests/external/train_libraries.py
 Each run is that of `experiments.objective` with β = 0.1, 8 updates a batch and the mean over tokens. The library's
 function gets the log-probs of an update as an array, and its framework computes the gradient with respect to them.
 Beside it stands the run of the same seed with this project's loss. Rounding makes two runs drift apart, so the runs
-after `EARLY` updates are compared as well.
+after `EARLY` updates are compared as well, and `twin` is this project's loss times 1 + 2e-7.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from experiments.objective.runs import best_rates
 from experiments.objective.training import Lane, judge, train
 from rpg_jax.losses.tokens import Tokens
 
-BETA, UPDATES_A_BATCH, EARLY = 0.1, 8, 160
+BETA, UPDATES_A_BATCH, EARLY = 0.1, 8, 48
 NO_CLIP = {"low": 1 - 1e-9, "high": 1e9}
 OPENRLHF_UTILS, OPENRLHF_LOSSES = libraries.openrlhf_modules()
 Arrays = dict[str, Any]
@@ -139,6 +139,10 @@ def losses_of(called: Called) -> Losses:
     return losses
 
 
+def times(losses: Losses, factor: float) -> Losses:
+    return lambda tokens, kl_coef: losses(tokens, kl_coef) * factor
+
+
 def regrets(estimator: Estimator, s: ObjectiveSettings, rate: float, updates: int) -> list[float]:
     """The regret of every seed after so many updates."""
     task = dataclasses.replace(s.task, updates=updates)
@@ -156,7 +160,8 @@ def main() -> None:
     rows = []
     for called in CALLED:
         began, row, rate = time.monotonic(), ROWS[called.row], rates[called.row, UPDATES_A_BATCH]
-        losses = {"ours": called.ours or row.losses, "theirs": losses_of(called)}
+        ours = called.ours or row.losses
+        losses = {"ours": ours, "theirs": losses_of(called), "twin": times(ours, 1 + 2e-7)}
         of = {
             name: {n: regrets(dataclasses.replace(row, losses=loss), s, rate, n) for n in (EARLY, s.task.updates)}
             for name, loss in losses.items()
@@ -167,7 +172,10 @@ def main() -> None:
         for n, theirs in of["theirs"].items():
             change = np.subtract(theirs, of["ours"][n])
             gap = f"{change.mean():+.6f}, of one seed at most {np.abs(change).max():.6f}"
-            print(f"{called.library} {called.term}, {n}: {np.mean(theirs):.4f}, {gap}; {seconds:.0f} s", flush=True)
+            twin = np.abs(np.subtract(of["twin"][n], of["ours"][n])).max()
+            print(
+                f"{called.library} {called.term}, {n}: {np.mean(theirs):.4f}, {gap} (twin {twin:.6f}); {seconds:.0f} s"
+            )
     versions = {n: importlib.metadata.version(n) for n in ("verl", "trl", "openrlhf", "google-tunix", "torch", "jax")}
     written = {"versions": versions, "made_with": kept.made_with(), "rows": rows}
     Path(__file__).with_name("trained.json").write_text(
