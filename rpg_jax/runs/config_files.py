@@ -73,6 +73,8 @@ def changed(config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
         if name not in known:
             was = retired(name)
             raise ValueError(was.line if was else f"no config field {name!r}; did you mean {nearest(name)}?")
+        if isinstance(value, bool) and known[name].kind in (int, float):
+            raise ValueError(f"{name}={value} must be a number")
         try:
             changing.update_from_flattened_dict({name: value})
         except (TypeError, KeyError, AttributeError) as error:

@@ -115,11 +115,22 @@ def train(
       RuntimeError: the run was open and could not go on; the message says why. The same call continues it.
     """
     cli.prepare_libraries()
+    _check_kinds(config, overrides, on_step)
     given = {"held_out": held_out, "reward": reward, "environment": environment, "loss": loss, "advantage": advantage}
     chosen, functions = prepared(config, overrides, model=model, data=data, **given)
     finished = reinforcement.start(chosen, functions, on_step) == 0
     cli.return_pages()  # a notebook may train again
     return Result(str(run_folder.of(chosen).home), finished)
+
+
+def _check_kinds(config: Any, overrides: Any, on_step: Any) -> None:
+    """Raises ValueError for arguments of `train` that are of another kind than it takes."""
+    if config is not None and not isinstance(config, str | PathLike | ConfigDict):
+        raise ValueError(f'config={config!r}: give the name of a config, as "tiny", a file or a ConfigDict')
+    if not isinstance(overrides, Mapping):
+        raise ValueError(f'overrides={overrides!r}: give a dict of fields, as {{"train.steps": 50}}')
+    if on_step is not None and not callable(on_step):
+        raise ValueError(f"on_step={on_step!r}: give a function, which is called with each step")
 
 
 def prepared(

@@ -54,3 +54,20 @@ def test_rows_that_somebody_has_edited_are_written_again(tmp_path):
     before = file.read_text(encoding="utf-8")
     file.write_text(before.replace('"2"', '"3"'), encoding="utf-8")
     assert train_call.write_rows(rows, str(tmp_path)) == str(file) and file.read_text(encoding="utf-8") == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": 3}, "config=3: give the name of a config"),
+        ({"config": "tiny", "overrides": ["train.steps=1"]}, "overrides=.*: give a dict of fields"),
+        ({"config": "tiny", "on_step": "print"}, "on_step='print': give a function"),
+        ({"config": "tiny", "overrides": {"optimizer.learning_rate": True}}, "optimizer.learning_rate=True must be a"),
+        ({"config": "tiny", "overrides": {"train.steps": True}}, "train.steps=True must be a number"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_before_a_run_begins(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        train_call.train(**arguments)
+    assert not list(tmp_path.iterdir())
