@@ -121,20 +121,18 @@ class Experiment:
 
 
 KL_COEFS, THREE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0), (0.02, 0.1, 0.5)
-STALENESS = (1, 8, 64)
+STALENESS = [Schedule(n) for n in (1, 8, 64)]
 EXPERIMENTS: Mapping[str, Experiment] = MappingProxyType(
     {
-        "staleness": Experiment(kl_coefs=KL_COEFS, schedules=[Schedule(n) for n in STALENESS]),
+        "staleness": Experiment(kl_coefs=KL_COEFS, schedules=STALENESS),
         "wrong verifier": Experiment(kl_coefs=THREE, wrong=True),
         "short": Experiment(FEW, changes={"ends": 1 / 4}),
         "long": Experiment(FEW, changes={"ends": 1 / 16, "longest": 60}),
-        "token mean": Experiment(UNCLIPPED, KL_COEFS, schedules=[Schedule(n, token_mean=True) for n in STALENESS]),
+        "token mean": Experiment(UNCLIPPED, KL_COEFS, schedules=[Schedule(n, token_mean=True) for n in (1, 8, 64)]),
         "iterative": Experiment(schedules=(Schedule(8, reference_batches=2),)),
-        "clipped": Experiment(tuple(CLIPPED), schedules=[Schedule(n) for n in STALENESS[1:]]),
-        "longer": Experiment(schedules=[Schedule(n) for n in STALENESS], changes={"updates": 6_400}),
-        "longer, clipped": Experiment(
-            tuple(CLIPPED), schedules=[Schedule(n) for n in STALENESS[1:]], changes={"updates": 6_400}
-        ),
+        "clipped": Experiment(tuple(CLIPPED), schedules=STALENESS[1:]),
+        "longer": Experiment(schedules=STALENESS, changes={"updates": 6_400}),
+        "longer, clipped": Experiment(tuple(CLIPPED), schedules=STALENESS[1:], changes={"updates": 6_400}),
     }
 )
 RATES = (3e-3, 1e-2, 3e-2)

@@ -40,6 +40,11 @@ SHOWN = {  # row: its words in the figure
 }
 DISTANCES = (1.0, 2.0)  # nats a completion, at which rewards are compared
 UNCLIPPED_OF = {row: row.replace(", clip", "") for row in CLIPPED} | {"no KL, clip: –": NO_KL.key}
+CHANGES = {  # title of a table: its experiment, the one that it is compared with, and the words for that
+    "The mean over tokens": ("token mean", "staleness", "against the sum"),
+    "With a clip": ("clipped", "staleness", "against no clip"),
+    "Longer runs with a clip": ("longer, clipped", "longer", "against no clip"),
+}
 LENGTHS = ("short", "staleness", "long")  # experiments whose completions have different lengths
 
 
@@ -50,15 +55,13 @@ def tables(found: Runs) -> dict[str, str]:
         "At equal distance": ("staleness", _distances),
         "The strength of the KL term": ("staleness", _strengths),
         "Shorter and longer completions": ("long", _lengths),
-        "The mean over tokens": ("token mean", _token_mean),
-        "With a clip": ("clipped", _clipped),
         "A verifier that is wrong": ("wrong verifier", _wrong),
         "A reference that moves": ("iterative", _iterative),
-        "Longer runs": ("longer", _longer),
-        "Longer runs with a clip": ("longer, clipped", _longer_clipped),
+        "Longer runs": ("longer", lambda runs: _staleness(runs, "longer")),
         "Learning rates": (SCAN, _rates),
     }
-    return {title: table(found) for title, (name, table) in sections.items() if found.rows(name)}
+    changes = {title: _changes(found, *of) for title, of in CHANGES.items() if found.rows(of[0])}
+    return {title: table(found) for title, (name, table) in sections.items() if found.rows(name)} | changes
 
 
 def verdict(difference: Mean) -> str:
@@ -171,21 +174,13 @@ def _regrets(found: Runs, of_rows: str, name: str, columns: Sequence[tuple[str, 
     )
 
 
-def _staleness(found: Runs) -> str:
-    columns = [("staleness", n, str(n)) for n in found.staleness("staleness")]
-    return _regrets(found, "staleness", "updates a batch", columns)
+def _staleness(found: Runs, experiment: str = "staleness") -> str:
+    columns = [(experiment, n, str(n)) for n in found.staleness(experiment)]
+    return _regrets(found, experiment, "updates a batch", columns)
 
 
 def _lengths(found: Runs) -> str:
     return _regrets(found, "long", "tokens", [(name, 8, f"{found.tokens(name):.1f}") for name in LENGTHS])
-
-
-def _longer(found: Runs) -> str:
-    return _regrets(found, "longer", "updates a batch", [("longer", n, str(n)) for n in found.staleness("longer")])
-
-
-def _longer_clipped(found: Runs) -> str:
-    return _changes(found, "longer, clipped", "against no clip", UNCLIPPED_OF.__getitem__, "longer")
 
 
 def _distances(found: Runs) -> str:
@@ -217,23 +212,17 @@ def _strengths(found: Runs) -> str:
     return _table(found, "staleness", [*head, "tokens"], cells)
 
 
-def _token_mean(found: Runs) -> str:
-    return _changes(found, "token mean", "against the sum", lambda row: row)
-
-
-def _clipped(found: Runs) -> str:
-    return _changes(found, "clipped", "against no clip", UNCLIPPED_OF.__getitem__)
-
-
-def _changes(found: Runs, experiment: str, head: str, of: Callable[[str], str], base: str = "staleness") -> str:
-    """Regrets of an experiment, and their differences to those of another row in `base`."""
+def _changes(found: Runs, experiment: str, base: str, head: str) -> str:
+    """Regrets of an experiment, and their differences to those of the same row, without a clip, in `base`."""
     stale = found.staleness(experiment)
 
     def cells(row: str) -> list[str]:
         made = []
         for n in stale:
             ours = found.of(experiment, row, "own_regret", updates_a_batch=n)
-            change = paired_difference(ours, found.of(base, of(row), "own_regret", updates_a_batch=n))
+            change = paired_difference(
+                ours, found.of(base, UNCLIPPED_OF.get(row, row), "own_regret", updates_a_batch=n)
+            )
             made += [_text(ours), f"{_mean_text(change, sign='+')} {verdict(change)}".strip()]
         return made
 

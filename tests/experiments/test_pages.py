@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,12 +33,13 @@ from experiments.objective.design import (
     TOKEN,
     ObjectiveSettings,
 )
-from experiments.objective.results import LENGTHS
-from experiments.objective.runs import Runs, best_rates
+from experiments.objective.results import LENGTHS, verdict
+from experiments.objective.runs import Runs, best_rates, regret_of
 from experiments.pretrained import __main__ as pretrained_program
 from experiments.pretrained import results as pretrained_results
 from experiments.pretrained import runs as pretrained_runs
 from rpg_jax.report.seeds import Mean, mean, paired_difference
+from rpg_jax.report.tables import markdown_table
 from rpg_jax.reproduction.page import code_name
 from rpg_jax.runs.config_files import ROOT
 
@@ -109,7 +112,7 @@ def test_every_table_of_the_page_is_that_of_the_data(name):
             | completion_results.vocabulary_table(numbers("completions/vocabulary"), COMPLETIONS)
             | staleness.tables(numbers("completions/staleness"), STALENESS)
         ),
-        "objective": lambda: objective_results.tables(runs()),
+        "objective": lambda: objective_results.tables(runs()) | {OTHERS: trained_table()},
         "pretrained": lambda: pretrained_results.tables(pretrained()),
     }[name]()
     assert tables_of(page(f"docs/{name}.md")) == expected
@@ -216,6 +219,42 @@ def test_the_sentences_on_the_vocabulary_have_the_numbers_of_the_data():
     assert absent("docs/estimators.md", claims) == []
 
 
+OTHERS = "Others' own functions, and a pretrained model"
+
+
+def trained_by_others() -> dict[str, Any]:
+    return json.loads((ROOT / "tests/external/trained.json").read_text(encoding="utf-8"))
+
+
+def parted(row: Mapping[str, Any], of: str, than: str) -> Mean:
+    """The paired difference in regret after 1,600 updates of two of `theirs`, `ours` and `twin`."""
+    return paired_difference(*(dict(enumerate(row[name]["1600"])) for name in (of, than)))
+
+
+def trained_table() -> str:
+    """Where runs end whose loss is another library's own function."""
+    found = trained_by_others()
+    rows = []
+    for row in found["rows"]:
+        library = row["called"][0]["library"]
+        names = "; ".join(f"`{x['function']}` ({x['where']})" for x in row["called"])
+        changes = [interval(parted(row, "theirs", "ours"), "+")]
+        changes += [f"{np.abs(np.subtract(row[x]['1600'], row['ours']['1600'])).max():.3f}" for x in ("theirs", "twin")]
+        ends = interval(mean(row["theirs"]["1600"]))
+        rows.append([f"{library} {found['versions'][library]}", names, row["term"], row["row"], ends, *changes])
+    head = [
+        "library",
+        "functions",
+        "KL term",
+        "row of this page",
+        "regret",
+        "beyond ours",
+        "largest of a seed",
+        "twin's",
+    ]
+    return markdown_table(head, rows, numbers=range(4, 8))
+
+
 def objective_claims() -> list[str]:
     """What docs/objective.md says, beside its tables."""
     s, found, of_file = ObjectiveSettings(), runs(), objective.read(objective.DATA)
@@ -228,11 +267,18 @@ def objective_claims() -> list[str]:
         ours, first = (found.of(experiment, r, "own_regret", updates_a_batch=n) for r in (row, than))
         return paired_difference(ours, first)
 
+    def by_mean(row: str, n: int, beta: float) -> Mean:
+        """What the mean over tokens changes."""
+        return paired_difference(*(found.of(e, row, "own_regret", beta, n) for e in ("token mean", "staleness")))
+
     def lost(row: str, kl: float, n: int = 8) -> str:
         return interval(mean([*found.lost(row, kl, n).values()]))
 
-    def clipped(row: str, n: int = 64) -> str:
-        return regret(row.replace(": URKL", ", clip: URKL"), n, "clipped")
+    def clipped(row: str, *, longer: bool = False) -> str:
+        return regret(with_clip(row), 64, "longer, clipped" if longer else "clipped")
+
+    def missed(row: str, experiment: str) -> int:
+        return sum(x > MISSED for x in found.of(experiment, row, "regret", updates_a_batch=64).values())
 
     def right(row: str, beta: float, quantity: str = "right") -> str:
         return interval(mean([*found.of("wrong verifier", row, quantity, beta).values()]))
@@ -243,6 +289,7 @@ def objective_claims() -> list[str]:
     def larger(row: str) -> Mean:
         return paired_difference(*(found.of(e, row, "own_regret") for e in ("longer", "staleness")))
 
+    longer_beyond = {r: beyond(r, 64, "longer", CAPPED) for r in (WHOLE, f"{TO_GO}: URKL", IN_REWARD)}
     capped_against = {row: beyond(row, 64, than=CAPPED) for row in (WHOLE, IN_REWARD, TOKEN, GRPO)}
     code = sorted({f"{code_name(x)}, {x['platform']}" for x in of_file.code})
     hours = sum(r["cpu_seconds"] for r in found.all) / 3600
@@ -252,12 +299,40 @@ def objective_claims() -> list[str]:
     at_an_end = sum(rate in (min(s.rates), max(s.rates)) for rate in chosen.values())
     stale_worst = max(found.of("staleness", BASELINE, "regret", updates_a_batch=64).values())
     stale_middle = float(np.median([*found.of("staleness", BASELINE, "regret", updates_a_batch=64).values()]))
+    stale_longer = [*found.of("longer", BASELINE, "regret", updates_a_batch=64).values()]
+    capped = [
+        x
+        for row, experiments in ((CAPPED, ("staleness", "longer")), (with_clip(CAPPED), ("clipped", "longer, clipped")))
+        for e in experiments
+        for x in found.of(e, row, "regret", updates_a_batch=64).values()
+    ]
+    reverse = [r for r in found.rows("token mean") if regret_of(r) == "regret" and r not in (NO_KL.key, K1)]
+    by_means = [by_mean(row, n, beta) for row in reverse for n in (1, 8, 64) for beta in found.kl_coefs("token mean")]
+    verdicts = [verdict(m) for m in by_means]
     fresh = [beyond(row, n) for n in (1, 8) for row in (WHOLE, CAPPED)]
+    discounted = [
+        beyond(row, n, than=than)
+        for n in (1, 8)
+        for row, than in ((f"{TO_GO}, λ = 0.9: URKL", f"{TO_GO}: URKL"), (TO_GO_DISCOUNTED, TO_GO_EXACT))
+    ]
+    assert all(m.within(BOUND) for m in discounted)
+    different = [m for m, words in zip(by_means, verdicts, strict=True) if words == "different"]
+    largest = [by_mean(row, 64, beta) for row, beta in ((IN_REWARD, 1.0), (IN_REWARD, 0.2), (TO_GO_DISCOUNTED, 0.2))]
+    assert sorted(different, key=size)[-3:] == sorted(largest, key=size)
+    by_mean_text = [interval(m, "+") for m in largest]
     assert all(m.within(BOUND) for m in fresh)
     assert all(clipped_grows(CLIPS[name]).within(BOUND) for name in ("w", "min(W, 2)", "to-go"))
     assert not any(x["uncommitted_changes"] for x in of_file.code)
     assert of_file.settings == json.loads(json.dumps(dataclasses.asdict(s)))
+    early = [np.abs(np.subtract(r["theirs"]["48"], r["ours"]["48"])).max() for r in trained_by_others()["rows"]]
+    *others, of_k1 = trained_by_others()["rows"]
+    assert not any(parted(row, "theirs", "ours").excludes_zero for row in others)
+    assert of_k1["row"] == K1 and not parted(of_k1, "theirs", "twin").excludes_zero
     return [
+        f"After 48 updates the regret of no seed differs from ours by more than {1e6 * max(early):.0f}e-6.",
+        f"with k₁ Tunix' runs end {interval(parted(of_k1, 'theirs', 'ours'))} farther from J* than ours, and so do "
+        f"the twins, {interval(parted(of_k1, 'twin', 'ours'))}; Tunix' differ from the twins by "
+        f"{interval(parted(of_k1, 'theirs', 'twin'), '+')}",
         f"draws paths of {task.symbols} symbols and ends them itself, after at most {task.longest} tokens",
         f"{task.tokens:.1f} tokens in the mean",
         f"{task.updates:,} updates of {task.groups} groups of {task.group} completions",
@@ -269,9 +344,16 @@ def objective_claims() -> list[str]:
         # What to use.
         f"{regret(BASELINE)} with w and {regret(CAPPED)} with min(W, 2)",
         f"the exact gradient, which needs no samples, ends {regret(EXACT)} below J*",
-        f"it ends {clipped(BASELINE)} below J* with w and {clipped(IN_REWARD)} as a KL in the reward",
-        f"Without a clip only min(W, 2) bears so many updates, {regret(CAPPED, 64)}; W has {regret(WHOLE, 64)} and "
-        f"a KL in the reward {regret(IN_REWARD, 64)}",
+        f"It ends {regret(CAPPED, 64)} below J* after 1,600 updates and {regret(CAPPED, 64, 'longer')} after 6,400; "
+        f"with the clip of the paper's recipes {clipped(CAPPED)} and {clipped(CAPPED, longer=True)}. No run of "
+        f"{len(capped)} ends more than {math.ceil(100 * max(capped)) / 100:.2f} below",
+        f"bears as much with that clip: {clipped(f'{TO_GO}: URKL')} and {clipped(f'{TO_GO}: URKL', longer=True)}",
+        f"the KL of completions ends {clipped(BASELINE)} below J* after 1,600 updates; after 6,400 "
+        f"{missed(with_clip(BASELINE), 'longer, clipped')} of {len(s.seeds)} runs end more than {MISSED:g} below",
+        f"A KL in the reward has {clipped(IN_REWARD)} and {clipped(IN_REWARD, longer=True)}",
+        f"Without a clip w loses {missed(BASELINE, 'staleness')} of {len(s.seeds)} runs after 1,600 updates and "
+        f"{missed(BASELINE, 'longer')} after 6,400; W has {regret(WHOLE, 64)} and {regret(WHOLE, 64, 'longer')}, and a "
+        f"KL in the reward {regret(IN_REWARD, 64)} and {regret(IN_REWARD, 64, 'longer')}",
         f"{regret(TOKEN)} for URKL per token and {regret(GRPO)} for GRPO's k₃",
         f"GRPO's k₃ loses {lost(GRPO, 1)} of reward at 1 nat and {lost(GRPO, 2)} at 2 nats, URKL per token "
         f"{lost(TOKEN, 1)} and {lost(TOKEN, 2)}, the KL of completions {lost(BASELINE, 1)} and {lost(BASELINE, 2)}",
@@ -290,7 +372,12 @@ def objective_claims() -> list[str]:
         f"{interval(beyond(VOCABULARY_TO_GO, than=TO_GO_EXACT), '+')} for the exact chain rule",
         # k1.
         f"k₁ in the loss is {interval(beyond(K1, than=NO_KL.key), '+')} from no KL term with 8 updates a batch",
-        # Lengths, token mean, wrong verifier, moving reference, longer runs.
+        # Token mean.
+        f"of the {len(by_means)} differences of rows with the reverse KL, but no KL and k₁, {verdicts.count('equal')} "
+        f"are equal and {verdicts.count('different')} different. The largest of these are {by_mean_text[0]} and "
+        f"{by_mean_text[1]}, of the KL in the reward at 64 updates a batch, and {by_mean_text[2]}, of to-go with W and "
+        "λ = 0.9",
+        # Lengths, wrong verifier, moving reference, longer runs.
         f"{found.tokens('short'):.1f}, {found.tokens('staleness'):.1f} and {found.tokens('long'):.1f} tokens",
         *(f"{name} {', '.join(interval(beyond(row, experiment=e), '+') for e in LENGTHS)}" for name, row in
           (("URKL per token loses", TOKEN), ("k₃", GRPO), ("to-go with weight w", f"{TO_GO}: URKL"))),
@@ -298,6 +385,10 @@ def objective_claims() -> list[str]:
         f"of completions, {right(TOKEN, 0.5)} for URKL per token, {right(GRPO, 0.5)} for k₃",
         "Against the KL of completions J is lower by "
         f"{', '.join(f'{interval(pretrained_j(row))} ({name})' for row, name in PRETRAINED.items())}",
+        f"the first row's median is {np.median(stale_longer):.3f} and its worst run has {max(stale_longer):.2f}. "
+        f"Beyond min(W, 2), a comparison that was chosen after the runs, W has {interval(longer_beyond[WHOLE], '+')}, "
+        f"to-go {interval(longer_beyond[f'{TO_GO}: URKL'], '+')} and the KL in the reward "
+        f"{interval(longer_beyond[IN_REWARD], '+')}",
         f"after 6,400 updates by {interval(larger(BASELINE), '+')} for the KL of completions and "
         f"{interval(larger(EXACT), '+')} for the exact gradient; by {interval(larger(TOKEN), '+')} per token and "
         f"{interval(larger(GRPO), '+')} for k₃",
@@ -306,13 +397,22 @@ def objective_claims() -> list[str]:
 
 CLIPS = {"w": BASELINE, "min(W, 2)": CAPPED, "to-go": f"{TO_GO}: URKL", "KL in the reward": IN_REWARD}
 CLIPS |= {"URKL per token": TOKEN}
+MISSED = 0.3  # a run whose regret is larger has lost what others reach
+TO_GO_DISCOUNTED = "to-go, weight W, λ = 0.9: URKL"
 PRETRAINED = {"per token: URKL": "URKL per token", "per token (GRPO): k₃": "k₃", "KL in the reward": "KL in the reward"}
+
+
+def with_clip(row: str) -> str:
+    return row.replace(": URKL", ", clip: URKL")
+
+
+def size(m: Mean) -> float:
+    return abs(m.value)
 
 
 def clipped_grows(row: str) -> Mean:
     """What 64 updates a batch cost a row with a clip against 8."""
-    name = row.replace(": URKL", ", clip: URKL")
-    return paired_difference(*(runs().of("clipped", name, "own_regret", updates_a_batch=n) for n in (64, 8)))
+    return paired_difference(*(runs().of("clipped", with_clip(row), "own_regret", updates_a_batch=n) for n in (64, 8)))
 
 
 def pretrained_j(row: str) -> Mean:
