@@ -89,6 +89,7 @@ CAPPED = "sequence, weight min(W, 2): URKL"
 TOKEN, GRPO, K1 = "per token: URKL", "per token (GRPO): k₃", "per token (Tunix): k₁"
 IN_REWARD = f"{STALE}, weight w: URKL"
 ALL = (EXACT, *UNCLIPPED)
+BY_RATE = (BASELINE, CAPPED, "sequence, weight W: URKL", IN_REWARD, f"{TO_GO}: URKL", *CLIPPED)
 FEW = (EXACT, BASELINE, "sequence, weight W: URKL", IN_REWARD, f"{TO_GO}: URKL", "to-go, exact: URKL", TOKEN, GRPO)
 
 
@@ -111,6 +112,7 @@ class Experiment:
       schedules: how samples are used.
       changes: settings of the task that differ.
       wrong: the verifier pays for END at once as well.
+      rates: of Adam, in place of the chosen one.
     """
 
     rows: Sequence[str] = ALL
@@ -118,8 +120,10 @@ class Experiment:
     schedules: Sequence[Schedule] = (Schedule(),)
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     wrong: bool = False
+    rates: Sequence[float] = ()
 
 
+RATES = (3e-3, 1e-2, 3e-2)
 KL_COEFS, THREE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0), (0.02, 0.1, 0.5)
 STALENESS = [Schedule(n) for n in (1, 8, 64)]
 EXPERIMENTS: Mapping[str, Experiment] = MappingProxyType(
@@ -132,10 +136,9 @@ EXPERIMENTS: Mapping[str, Experiment] = MappingProxyType(
         "iterative": Experiment(schedules=(Schedule(8, reference_batches=2),)),
         "clipped": Experiment(tuple(CLIPPED), schedules=STALENESS[1:]),
         "longer": Experiment(schedules=STALENESS, changes={"updates": 6_400}),
-        "longer, clipped": Experiment(tuple(CLIPPED), schedules=STALENESS[1:], changes={"updates": 6_400}),
+        "longer, by rate": Experiment(BY_RATE, schedules=STALENESS[2:], changes={"updates": 6_400}, rates=RATES),
     }
 )
-RATES = (3e-3, 1e-2, 3e-2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,8 +203,9 @@ def units(s: ObjectiveSettings, name: str, rates: Mapping[tuple[str, int], float
     e = s.experiments[name]
     task = dataclasses.replace(s.task, **e.changes)
     return [
-        Unit(name, row, schedule, task, e.kl_coefs, (rates[row, schedule.updates_a_batch],), s.seeds, e.wrong)
+        Unit(name, row, schedule, task, e.kl_coefs, e.rates or chosen, s.seeds, e.wrong)
         for row, schedule in rows_and_schedules(e)
+        for chosen in [(rates[row, schedule.updates_a_batch],)]
     ]
 
 

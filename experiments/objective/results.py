@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from experiments.objective.design import (
     GRPO,
     IN_REWARD,
     NO_KL,
+    RATES,
     ROWS,
     SCAN,
     TOKEN,
@@ -43,7 +44,6 @@ UNCLIPPED_OF = {row: row.replace(", clip", "") for row in CLIPPED} | {"no KL, cl
 CHANGES = {  # title of a table: its experiment, the one that it is compared with, and the words for that
     "The mean over tokens": ("token mean", "staleness", "against the sum"),
     "With a clip": ("clipped", "staleness", "against no clip"),
-    "Longer runs with a clip": ("longer, clipped", "longer", "against no clip"),
 }
 LENGTHS = ("short", "staleness", "long")  # experiments whose completions have different lengths
 
@@ -58,6 +58,7 @@ def tables(found: Runs) -> dict[str, str]:
         "A verifier that is wrong": ("wrong verifier", _wrong),
         "A reference that moves": ("iterative", _iterative),
         "Longer runs": ("longer", lambda runs: _staleness(runs, "longer")),
+        "Longer runs by learning rate": ("longer, by rate", _by_rate),
         "Learning rates": (SCAN, _rates),
     }
     changes = {title: _changes(found, *of) for title, of in CHANGES.items() if found.rows(of[0])}
@@ -83,6 +84,11 @@ def at_distance(found: Runs, row: str, kl: float, updates_a_batch: int) -> Mean 
     """What a row loses of the best possible reward beyond the first row, at equal KL; None if no seed reaches it."""
     ours, first = (found.lost(name, kl, updates_a_batch) for name in (row, BASELINE))
     return paired_difference(ours, first) if set(ours) & set(first) else None
+
+
+def lost(regrets: Mapping[int, float]) -> int:
+    """How many seeds end more than 0.3 below J*."""
+    return sum(x > 0.3 for x in regrets.values())
 
 
 def draw(found: Runs) -> bytes:
@@ -181,6 +187,14 @@ def _staleness(found: Runs, experiment: str = "staleness") -> str:
 
 def _lengths(found: Runs) -> str:
     return _regrets(found, "long", "tokens", [(name, 8, f"{found.tokens(name):.1f}") for name in LENGTHS])
+
+
+def _by_rate(found: Runs) -> str:
+    def cells(row: str) -> list[str]:
+        each = [found.of("longer, by rate", row, "regret", updates_a_batch=64, rate=i) for i in range(len(RATES))]
+        return [f"{_text(x)}{f'; {n} lost' if (n := lost(x)) else ''}" for x in each]
+
+    return _table(found, "longer, by rate", _heads("regret, 64 updates a batch, rate ", RATES), cells)
 
 
 def _distances(found: Runs) -> str:
