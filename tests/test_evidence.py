@@ -62,9 +62,18 @@ def clipped(row: str, experiment: str = "clipped") -> Mean:
     return of(end(row.replace(": URKL", ", clip: URKL"), experiment=experiment, updates_a_batch=64))
 
 
-def missed() -> int:
-    """Of the long runs with w, a clip and 64 updates a batch: those that end more than 0.3 below J*."""
-    return sum(x > 0.3 for x in end(WITH_CLIP, experiment="longer, clipped", updates_a_batch=64).values())
+def long_run(row: str, rate: int) -> dict[int, float]:
+    return end(row, experiment="longer, by rate", updates_a_batch=64, rate=rate)
+
+
+def best(row: str) -> Mean:
+    """The least mean regret of three rates, 6,400 updates and 64 updates a batch."""
+    return min((of(long_run(row, i)) for i in range(3)), key=lambda m: m.value)
+
+
+def missed(row: str) -> int:
+    """Of the long runs at the largest rate: those that end more than 0.3 below J*."""
+    return sum(x > 0.3 for x in long_run(row, 2).values())
 
 
 def later(row: str) -> Mean:
@@ -173,10 +182,9 @@ def claims() -> dict[str, tuple]:
         "With 64 updates a batch and the usual clip the KL of completions ends {} below": (size(clipped(BASELINE)),),
         "a KL in the reward {} and URKL per token {}": (size(clipped(IN_REWARD)), size(clipped(TOKEN))),
         "Without a clip min(W, 2) loses {} with 64 updates a batch against 8": (size(later(CAPPED)),),
-        "After 6,400 updates min(W, 2) ends {} below, with the clip {}": (
-            size(of(end(CAPPED, experiment="longer", updates_a_batch=64))), size(clipped(CAPPED, "longer, clipped"))),
-        "with w and the clip {} of 20 runs then end more than 0.3 below": (
-            missed(),),
+        "After 6,400 updates the best of three rates gives {} with w and the clip, {} with min(W, 2) and no clip": (
+            size(best(WITH_CLIP)), size(best(CAPPED))),
+        "At the largest rate w then loses {} of 20 runs, with the clip {}": (missed(BASELINE), missed(WITH_CLIP)),
         "W {}, KL in the reward {}": (size(later(WHOLE)), size(later(IN_REWARD))),
         "{} (W) and {} (min(W, 2))": (signed(beyond(WHOLE), 3), signed(beyond(CAPPED), 3)),
         "KL in the reward by {}": (signed(beyond(IN_REWARD), 3),),
@@ -262,13 +270,15 @@ def test_every_interval_of_the_page_is_that_of_the_kept_data():
 
 def test_the_readme_says_the_same_as_the_page():
     text = plain(README)
+    assert [missed(row) for row in (BASELINE, WITH_CLIP, WHOLE, IN_REWARD, CAPPED)].index(0) == 4
     headline = [
         f"ends {size(of(end(BASELINE)))} below the best possible",
         f"Per token it loses {size(beyond(TOKEN))} more",
         f"k₃ loses {size(beyond(GRPO))} more",
-        f"With 64 updates a batch it loses {size(later(CAPPED))} against 8, W {size(later(WHOLE))} and a KL in the "
-        f"reward {size(later(IN_REWARD))}",
-        f"after 6,400 has lost {missed()} of 20 runs",
+        f"With 64 updates a batch min(W, 2) loses {size(later(CAPPED))} against 8, W {size(later(WHOLE))} and a KL in "
+        f"the reward {size(later(IN_REWARD))}",
+        f"the best of three rates gives {size(best(WITH_CLIP))} with the clip and {size(best(CAPPED))} with min(W, 2), "
+        "which alone loses no run at the largest rate",
         f"their mean is {signed(eight('reasoning'))} points from DAPO",
         f"held out that is not resolved ({signed(eight('reasoning', 'held out'))})",
     ]

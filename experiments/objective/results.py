@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,12 +39,9 @@ SHOWN = {  # row: its words in the figure
     TOKEN: "KL of each token alone",
     GRPO: "GRPO's KL term (k₃)",
 }
+LOST = 0.3  # runs with a larger regret
 DISTANCES = (1.0, 2.0)  # nats a completion, at which rewards are compared
 UNCLIPPED_OF = {row: row.replace(", clip", "") for row in CLIPPED} | {"no KL, clip: –": NO_KL.key}
-CHANGES = {  # title of a table: its experiment, the one that it is compared with, and the words for that
-    "The mean over tokens": ("token mean", "staleness", "against the sum"),
-    "With a clip": ("clipped", "staleness", "against no clip"),
-}
 LENGTHS = ("short", "staleness", "long")  # experiments whose completions have different lengths
 
 
@@ -55,14 +52,15 @@ def tables(found: Runs) -> dict[str, str]:
         "At equal distance": ("staleness", _distances),
         "The strength of the KL term": ("staleness", _strengths),
         "Shorter and longer completions": ("long", _lengths),
+        "The mean over tokens": ("token mean", lambda runs: _changes(runs, "token mean", "against the sum")),
+        "With a clip": ("clipped", lambda runs: _changes(runs, "clipped", "against no clip")),
         "A verifier that is wrong": ("wrong verifier", _wrong),
         "A reference that moves": ("iterative", _iterative),
         "Longer runs": ("longer", lambda runs: _staleness(runs, "longer")),
         "Longer runs by learning rate": ("longer, by rate", _by_rate),
         "Learning rates": (SCAN, _rates),
     }
-    changes = {title: _changes(found, *of) for title, of in CHANGES.items() if found.rows(of[0])}
-    return {title: table(found) for title, (name, table) in sections.items() if found.rows(name)} | changes
+    return {title: table(found) for title, (name, table) in sections.items() if found.rows(name)}
 
 
 def verdict(difference: Mean) -> str:
@@ -70,25 +68,6 @@ def verdict(difference: Mean) -> str:
     if math.isnan(difference.half):
         return ""
     return "equal" if difference.within(BOUND) else "different" if difference.excludes_zero else ""
-
-
-def against(found: Runs, row: str, experiment: str, updates_a_batch: int = 8) -> Mean:
-    """The paired difference of a row's own regret to that of the first row."""
-    ours, first = (
-        found.of(experiment, name, "own_regret", updates_a_batch=updates_a_batch) for name in (row, BASELINE)
-    )
-    return paired_difference(ours, first)
-
-
-def at_distance(found: Runs, row: str, kl: float, updates_a_batch: int) -> Mean | None:
-    """What a row loses of the best possible reward beyond the first row, at equal KL; None if no seed reaches it."""
-    ours, first = (found.lost(name, kl, updates_a_batch) for name in (row, BASELINE))
-    return paired_difference(ours, first) if set(ours) & set(first) else None
-
-
-def lost(regrets: Mapping[int, float]) -> int:
-    """How many seeds end more than 0.3 below J*."""
-    return sum(x > 0.3 for x in regrets.values())
 
 
 def draw(found: Runs) -> bytes:
@@ -100,15 +79,14 @@ def draw(found: Runs) -> bytes:
     for row, colour, words in _shown(found):
         x, y = (np.mean(part, axis=0) for part in zip(*found.gaps(row, middle).values(), strict=True))
         distance.plot(x, y, label=words, **_style(row, colour))
-    plots.tidy(distance, f"Reward less than the best possible, {middle} updates a batch")
-    distance.set_xlabel("distance from the start: KL(π_θ‖π_ref), nats a completion", color=plots.MUTED)
+    title = f"Reward less than the best possible, {middle} updates a batch"
+    plots.name_axes(distance, title, "distance from the start: KL(π_θ‖π_ref), nats a completion")
     _draw_regrets(staleness, found, [("staleness", n, str(n)) for n in stale])
-    plots.tidy(staleness, f"Regret by staleness, β = {MIDDLE:g}")
-    staleness.set_xlabel("updates from one batch of completions", color=plots.MUTED)
+    plots.name_axes(staleness, f"Regret by staleness, β = {MIDDLE:g}", "updates from one batch of completions")
     reached = [name for name in LENGTHS if found.rows(name)]
     _draw_regrets(lengths, found, [(name, middle, f"{found.tokens(name):.1f}") for name in reached], EXACT)
-    plots.tidy(lengths, "Regret beyond the exact gradient's, by length")
-    lengths.set_xlabel("tokens of the reference's completions, mean", color=plots.MUTED)
+    title = "Regret beyond the exact gradient's, by length"
+    plots.name_axes(lengths, title, "tokens of the reference's completions, mean")
     handles, labels = distance.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     return plots.png(figure)
@@ -171,8 +149,10 @@ def _regrets(found: Runs, of_rows: str, name: str, columns: Sequence[tuple[str, 
     """Regrets, and what each row has more than the first row, in columns (experiment, updates a batch, head)."""
 
     def cells(row: str) -> list[str]:
-        regrets = [_text(found.of(e, row, "own_regret", updates_a_batch=n)) for e, n, _ in columns]
-        return [*regrets, *(_difference(against(found, row, e, n), row) for e, n, _ in columns)]
+        ours, first = (
+            [found.of(e, name, "own_regret", updates_a_batch=n) for e, n, _ in columns] for name in (row, BASELINE)
+        )
+        return [*map(_text, ours), *(_difference(m, row) for m in map(paired_difference, ours, first))]
 
     heads = [words for *_, words in columns]
     return _table(
@@ -192,7 +172,8 @@ def _lengths(found: Runs) -> str:
 def _by_rate(found: Runs) -> str:
     def cells(row: str) -> list[str]:
         each = [found.of("longer, by rate", row, "regret", updates_a_batch=64, rate=i) for i in range(len(RATES))]
-        return [f"{_text(x)}{f'; {n} lost' if (n := lost(x)) else ''}" for x in each]
+        lost = [sum(x > LOST for x in regrets.values()) for regrets in each]
+        return [_text(x) + f"; {n} lost" * bool(n) for x, n in zip(each, lost, strict=True)]
 
     return _table(found, "longer, by rate", _heads("regret, 64 updates a batch, rate ", RATES), cells)
 
@@ -203,11 +184,11 @@ def _distances(found: Runs) -> str:
     def cells(row: str) -> list[str]:
         if row == NO_KL.key:
             return [""] * len(columns)
-        lost = [found.lost(row, kl, n) for kl, n in columns]
-        changes = (at_distance(found, row, kl, n) for kl, n in columns)
-        return [
-            f"{_text(x)}; {_difference(m, row)}".strip("; ") if x else "" for x, m in zip(lost, changes, strict=True)
-        ]
+        made = []
+        for ours, first in ([found.lost(name, kl, n) for name in (row, BASELINE)] for kl, n in columns):
+            change = paired_difference(ours, first) if set(ours) & set(first) else None
+            made.append(f"{_text(ours)}; {_difference(change, row)}".strip("; ") if ours else "")
+        return made
 
     head = [
         h for kl in DISTANCES for h in _heads(f"lost at KL {kl:g}, updates a batch: ", found.staleness("staleness"))
@@ -226,8 +207,8 @@ def _strengths(found: Runs) -> str:
     return _table(found, "staleness", [*head, "tokens"], cells)
 
 
-def _changes(found: Runs, experiment: str, base: str, head: str) -> str:
-    """Regrets of an experiment, and their differences to those of the same row, without a clip, in `base`."""
+def _changes(found: Runs, experiment: str, head: str) -> str:
+    """Regrets of an experiment, and their differences to those of the same row in `staleness`, without a clip."""
     stale = found.staleness(experiment)
 
     def cells(row: str) -> list[str]:
@@ -235,7 +216,7 @@ def _changes(found: Runs, experiment: str, base: str, head: str) -> str:
         for n in stale:
             ours = found.of(experiment, row, "own_regret", updates_a_batch=n)
             change = paired_difference(
-                ours, found.of(base, UNCLIPPED_OF.get(row, row), "own_regret", updates_a_batch=n)
+                ours, found.of("staleness", UNCLIPPED_OF.get(row, row), "own_regret", updates_a_batch=n)
             )
             made += [_text(ours), f"{_mean_text(change, sign='+')} {verdict(change)}".strip()]
         return made
