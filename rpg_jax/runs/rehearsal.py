@@ -31,8 +31,7 @@ class Rehearsal:
     """Kept prompts with one completion each, of which an update takes `count`; `coef` is λ, in nats per token.
 
     Update u takes the entries u · count … (u + 1) · count − 1 of a sequence of permutations. So a run that continues
-    sees what it would have seen. The share of a token is λ / (count · mean length of all kept completions): the sum of
-    an update is unbiased, which a mean over the tokens of a few completions is not.
+    sees what it would have seen.
     """
 
     examples: Sequence[data.Example]
@@ -47,8 +46,16 @@ class Rehearsal:
         passes = range(first // size, (first + self.count - 1) // size + 1)
         order = np.concatenate([np.random.default_rng([self.seed, p]).permutation(size) for p in passes])
         chosen = order[first % size : first % size + self.count]
+        return Rehearsed(self.pack([self.examples[i] for i in chosen]), self.share)
+
+    @functools.cached_property
+    def share(self) -> float:
+        """The weight of a token, λ / (count · mean length of all kept completions).
+
+        With it the sum over an update is unbiased. A mean over the tokens of a few completions is not.
+        """
         length = np.mean([len(e.completions[0].tokens) for e in self.examples])
-        return Rehearsed(self.pack([self.examples[i] for i in chosen]), float(self.coef / (self.count * length)))
+        return float(self.coef / (self.count * length))
 
 
 def open_rehearsal(e: Experiment) -> Rehearsal | None:
