@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from experiments.objective import __main__ as programme
-from experiments.objective.design import BASELINE, CAPPED, EXACT, GRPO, IN_REWARD, K1, NO_KL, TOKEN
+from experiments.objective.design import BASELINE, CAPPED, EXACT, GRPO, IN_REWARD, K1, NO_KL, RATES, TOKEN
 from experiments.objective.runs import Runs
 from rpg_jax.report.seeds import Mean, mean, over_starts, paired_difference, pooled
 from rpg_jax.reproduction import results, tables
@@ -62,18 +62,18 @@ def clipped(row: str, experiment: str = "clipped") -> Mean:
     return of(end(row.replace(": URKL", ", clip: URKL"), experiment=experiment, updates_a_batch=64))
 
 
-def long_run(row: str, rate: int) -> dict[int, float]:
+def long_run(row: str, rate: float) -> dict[int, float]:
     return end(row, experiment="longer, by rate", updates_a_batch=64, rate=rate)
 
 
 def best(row: str) -> Mean:
     """The least mean regret of three rates, 6,400 updates and 64 updates a batch."""
-    return min((of(long_run(row, i)) for i in range(3)), key=lambda m: m.value)
+    return min((of(long_run(row, rate)) for rate in RATES), key=lambda m: m.value)
 
 
 def missed(row: str) -> int:
     """Of the long runs at the largest rate: those that end more than 0.3 below J*."""
-    return sum(x > 0.3 for x in long_run(row, 2).values())
+    return sum(x > 0.3 for x in long_run(row, max(RATES)).values())
 
 
 def later(row: str) -> Mean:
@@ -270,15 +270,15 @@ def test_every_interval_of_the_page_is_that_of_the_kept_data():
 
 def test_the_readme_says_the_same_as_the_page():
     text = plain(README)
-    assert [missed(row) for row in (BASELINE, WITH_CLIP, WHOLE, IN_REWARD, CAPPED)].index(0) == 4
+    assert missed(CAPPED) == 0
     headline = [
         f"ends {size(of(end(BASELINE)))} below the best possible",
         f"Per token it loses {size(beyond(TOKEN))} more",
         f"k₃ loses {size(beyond(GRPO))} more",
         f"With 64 updates a batch min(W, 2) loses {size(later(CAPPED))} against 8, W {size(later(WHOLE))} and a KL in "
         f"the reward {size(later(IN_REWARD))}",
-        f"the best of three rates gives {size(best(WITH_CLIP))} with the clip and {size(best(CAPPED))} with min(W, 2), "
-        "which alone loses no run at the largest rate",
+        f"the best of three rates ends {size(best(WITH_CLIP))} below with the clip, {size(best(CAPPED))} with "
+        f"min(W, 2). At the largest rate the clip loses {missed(WITH_CLIP)} of 20 runs, min(W, 2) none",
         f"their mean is {signed(eight('reasoning'))} points from DAPO",
         f"held out that is not resolved ({signed(eight('reasoning', 'held out'))})",
     ]

@@ -171,7 +171,7 @@ def _lengths(found: Runs) -> str:
 
 def _by_rate(found: Runs) -> str:
     def cells(row: str) -> list[str]:
-        each = [found.of("longer, by rate", row, "regret", updates_a_batch=64, rate=i) for i in range(len(RATES))]
+        each = [found.of("longer, by rate", row, "regret", updates_a_batch=64, rate=rate) for rate in RATES]
         lost = [sum(x > LOST for x in regrets.values()) for regrets in each]
         return [_text(x) + f"; {n} lost" * bool(n) for x, n in zip(each, lost, strict=True)]
 

@@ -163,17 +163,18 @@ class Runs:
         quantity: str,
         kl_coef: float = MIDDLE,
         updates_a_batch: int = 8,
-        rate: int = 0,
+        rate: float | None = None,
     ) -> dict[int, float]:
-        """{seed: value} at one β and the `rate`-th learning rate of a unit; the quantity `own_regret` is the regret of
-        the divergence that the row is meant for.
+        """{seed: value} at a β and a learning rate, by default the unit's only one. The quantity `own_regret` is the
+        regret of the divergence that the row is meant for.
         """
         name = regret_of(row) if quantity == "own_regret" else quantity
         updates_a_batch = 8 if row == EXACT else updates_a_batch
         for record in self.all:
             of = record["experiment"], record["row"], record["schedule"]["updates_a_batch"]
             if of == (experiment, row, updates_a_batch) and kl_coef in record["kl_coefs"]:
-                of_seeds = np.asarray(record["values"][name])[:, record["kl_coefs"].index(kl_coef), rate]
+                at = record["kl_coefs"].index(kl_coef), 0 if rate is None else record["rates"].index(rate)
+                of_seeds = np.asarray(record["values"][name])[:, *at]
                 return dict(zip(record["seeds"], of_seeds.tolist(), strict=True))
         raise KeyError(f"no runs of {row} in {experiment} with β = {kl_coef}, {updates_a_batch} updates a batch")
 

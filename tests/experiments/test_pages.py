@@ -274,15 +274,15 @@ def objective_claims() -> list[str]:
     def lost(row: str, kl: float, n: int = 8) -> str:
         return interval(mean([*found.lost(row, kl, n).values()]))
 
-    def by_rate(row: str, rate: int) -> dict[int, float]:
+    def by_rate(row: str, rate: float) -> dict[int, float]:
         return found.of("longer, by rate", row, "regret", updates_a_batch=64, rate=rate)
 
     def best(row: str) -> str:
-        return interval(min((mean([*by_rate(row, i).values()]) for i in range(3)), key=lambda m: m.value))
+        return interval(min((mean([*by_rate(row, rate).values()]) for rate in s.rates), key=lambda m: m.value))
 
     def missed(row: str) -> int:
         """Runs that are lost at the largest rate."""
-        return sum(x > LOST for x in by_rate(row, 2).values())
+        return sum(x > LOST for x in by_rate(row, max(s.rates)).values())
 
     def right(row: str, beta: float, quantity: str = "right") -> str:
         return interval(mean([*found.of("wrong verifier", row, quantity, beta).values()]))
@@ -349,7 +349,8 @@ def objective_claims() -> list[str]:
         f"{best(with_clip(IN_REWARD))} for a KL in the reward with it; without a clip {best(CAPPED)} "
         "with min(W, 2) (`loss.weight=capped`), "
         f"{best(BASELINE)} with w, {best(WHOLE)} with W and {best(IN_REWARD)} for a KL in the reward",
-        f"At the largest of the three it ends {interval(mean([*by_rate(CAPPED, 2).values()]))} below J* without a clip",
+        "At the largest of the three it ends "
+        f"{interval(mean([*by_rate(CAPPED, max(s.rates)).values()]))} below J* without a clip",
         f"There w loses {missed(BASELINE)}, W {missed(WHOLE)}, to-go {missed(f'{TO_GO}: URKL')} and a KL in the reward "
         f"{missed(IN_REWARD)}; with the clip w loses {missed(with_clip(BASELINE))}.",
         f"{regret(TOKEN)} for URKL per token and {regret(GRPO)} for GRPO's k₃",
