@@ -1,6 +1,6 @@
 """Writes called.json: what the functions of TRL, verl, OpenRLHF and Tunix return for the same numbers.
 
-python -m venv peers; peers/bin/pip install torch trl google-tunix ray peft tensordict codetiming
+python -m venv peers; peers/bin/pip install torch trl google-tunix ray peft tensordict codetiming orjson
 peers/bin/pip install --no-deps verl openrlhf
 peers/bin/python tests/external/call_libraries.py
 

@@ -1,6 +1,6 @@
 """Writes trained.json: where runs of docs/objective.md end when their loss is another library's own function.
 
-An environment as for `call_libraries.py`, with the packages of requirements.txt beside; from the repository's root:
+In the environment of `call_libraries.py`, from the repository's root:
 PYTHONPATH=. peers/bin/python tests/external/train_libraries.py
 
 Each run is that of `experiments.objective` with β = 0.1, 8 updates a batch and the mean over tokens. The library's
