@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import traceback
+import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -291,9 +292,14 @@ def prepare_libraries() -> None:
     absl.flags.FLAGS.mark_as_parsed()  # Grain and Orbax read their defaults there
     absl.logging.set_verbosity(absl.logging.WARNING)  # Orbax reports every file it writes
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # its tracebacks; `rpg_jax.storage.errors` says it in a line
-    # Orbax raises what it logs, and TensorStore's writes that fail after the first one find no loop to tell it to.
-    absl.logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pathname or not record.exc_info)
+    # Orbax raises what it logs; of a save's arrays that fail after the first, asyncio tells or finds no loop to tell.
+    for logger in (absl.logging.get_absl_logger(), logging.getLogger("asyncio")):
+        logger.addFilter(lambda record: not (record.exc_info and _passes_orbax(record.exc_info[2])))
     sys.unraisablehook = _unraisable
+
+
+def _passes_orbax(trace: types.TracebackType | None) -> bool:
+    return any(frame.f_globals.get("__name__", "").startswith("orbax.") for frame, _ in traceback.walk_tb(trace))
 
 
 def _unraisable(caught: Any) -> None:

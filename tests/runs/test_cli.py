@@ -220,3 +220,31 @@ print(before - resident())
 def test_freed_memory_below_a_live_block_goes_back_to_the_system():
     returned = subprocess.run([sys.executable, "-c", KEPT], capture_output=True, text=True, check=True, timeout=60)
     assert int(returned.stdout) > 200 << 20
+
+
+UNCOLLECTED = """
+import asyncio
+from rpg_jax.runs import cli
+
+cli.prepare_process()
+of_orbax = {"__name__": "orbax.checkpoint.somewhere"}
+exec("async def write(name):\\n    raise ValueError(f'{name} has no space')", of_orbax)
+
+
+async def own(name):
+    raise ValueError(f"{name} is a bug")
+
+
+async def gathers(write, name):
+    asyncio.gather(write(name), write(name))  # nobody awaits it
+    await asyncio.sleep(0.01)
+
+
+asyncio.run(gathers(of_orbax["write"], "array"))
+asyncio.run(gathers(own, "server"))
+"""
+
+
+def test_the_arrays_of_a_save_that_fail_after_the_first_are_not_told_again():
+    done = subprocess.run([sys.executable, "-c", UNCOLLECTED], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "server is a bug" in done.stderr and "array has no space" not in done.stderr
