@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from rpg_jax.data import RowShape
 from rpg_jax.models import DecoderConfig
@@ -20,9 +20,10 @@ from rpg_jax.planning.efficiency import Rates
 from rpg_jax.rollout import DecodeEngine, Decoding, Weights, prefill_shape
 from rpg_jax.runs.layout import Layout, row_shape, rows_per_update
 from rpg_jax.runs.learner import Learner, learner_programs
-from rpg_jax.runs.memory import decoding_params, placed
+from rpg_jax.runs.memory import decoding_params
 from rpg_jax.runs.teacher import reference_layout
 from rpg_jax.training.critic import Critic
+from rpg_jax.training.state import abstract
 from rpg_jax.training.step import Anchor, Programs, Sums
 from rpg_jax.types import Batch, Rows
 
@@ -195,7 +196,8 @@ def training(layout: Layout, learner: Learner) -> Iterator[tuple[str, jax.stages
         return
     shapes = programs.start.trace(state.weights, batch).out_info
     where = jax.tree.map(lambda p: p.sharding, state.weights)
-    sums = Sums(placed(shapes.grads, where), placed(shapes.metrics, NamedSharding(layout.mesh, PartitionSpec())))
+    everywhere = jax.tree.map(lambda _: layout.replicated, shapes.metrics)
+    sums = Sums(abstract(shapes.grads, where), abstract(shapes.metrics, everywhere))
     yield "start", programs.start.lower(state.weights, batch)
     yield "add", programs.add.lower(state.weights, sums, batch)
     yield "apply", programs.apply.lower(state, sums)

@@ -54,7 +54,8 @@ class Layout:
     @property
     def lora(self) -> models.Lora | None:
         """The adapters of the config; None if all weights are trained."""
-        return lora_of(self.config)
+        c = self.config.model.lora
+        return models.Lora(c.rank, c.alpha, c.targets) if c.rank else None
 
     @property
     def trained_shapes(self) -> Any:
@@ -86,13 +87,19 @@ class Layout:
             shapes, shardings = jax.eval_shape(quantized, shapes), quantized_shardings(shardings, shapes)
         return models.Base(abstract(shapes, shardings), self.lora.scale)
 
-    def without_adapters(self, *, dtype: str) -> Layout:
-        """The layout of the same model without adapters. All of its weights may be trained, and they have `dtype`."""
+    def without_adapters(self, *, dtype: str, model: models.DecoderConfig | None = None) -> Layout:
+        """The layout without adapters of the same model, or of another `model`, on the same mesh.
+
+        All of its weights may be trained, and they have `dtype`.
+        """
         config = self.config.copy_and_resolve_references()
         config.model.lora.rank, config.model.param_dtype = 0, dtype
-        graphdef, shapes = abstract_model(config, self.model)
-        own = {"config": config, "graphdef": graphdef, "param_shapes": shapes}
-        return dataclasses.replace(self, **own, adapter_shapes=None, adapter_shardings=None)
+        model = model or self.model
+        graphdef, shapes = abstract_model(config, model)
+        where = parallel.shardings(models.logical_axes(model), shapes, self.mesh, self.rules)
+        own: dict[str, Any] = {"config": config, "model": model, "graphdef": graphdef}
+        own |= {"param_shapes": shapes, "param_shardings": where, "adapter_shapes": None, "adapter_shardings": None}
+        return dataclasses.replace(self, **own)
 
     @property
     def replicated(self) -> NamedSharding:
@@ -140,24 +147,11 @@ def make_layout(
     hosts = 1 if rollout.find_driver(config.rollout.driver).spans_hosts else len(devices) // len(host)
     decoding = decoding or list(mesh.devices.flat if hosts == 1 else host)
     whole = Layout(config, mesh, rules, model, graphdef, shapes, shardings, decoding, hosts, device_memory)
-    return with_adapters(whole)
-
-
-def with_adapters(layout: Layout) -> Layout:
-    """The layout with the adapters that its config asks for."""
-    if (lora := layout.lora) is None:
-        return layout
-    own = adapter_shapes(layout.model, lora, jnp.dtype(layout.config.model.param_dtype))
-    where = parallel.shardings(adapter_axes(layout.model, lora), own, layout.mesh, layout.rules)
-    return dataclasses.replace(layout, adapter_shapes=own, adapter_shardings=where)
-
-
-def lora_of(config: ConfigDict) -> models.Lora | None:
-    """The adapters that a config asks for; None for rank 0."""
-    c = config.model.lora
-    if not c.rank:
-        return None
-    return models.Lora(c.rank, c.alpha, c.targets)
+    if (lora := whole.lora) is None:
+        return whole
+    own = adapter_shapes(model, lora, jnp.dtype(config.model.param_dtype))
+    where = parallel.shardings(adapter_axes(model, lora), own, mesh, rules)
+    return dataclasses.replace(whole, adapter_shapes=own, adapter_shardings=where)
 
 
 def abstract_model(config: ConfigDict, model: models.DecoderConfig) -> tuple[Any, Any]:

@@ -27,6 +27,7 @@ from rpg_jax.runs.layout import Layout, make_layout, packing_shape, row_shape, r
 from rpg_jax.runs.learner import Learner, make_learner, offloaded, reference_differs
 from rpg_jax.runs.teacher import reference_layout
 from rpg_jax.training.collect import UNKNOWN_SHARE
+from rpg_jax.training.state import abstract
 
 UNKNOWN_MEMORY_SLOTS = 128  # over all devices that decode together
 LEFT_FREE = 1 / 16  # of a device: prefilled prompts that wait, temporaries, gaps
@@ -43,27 +44,6 @@ def slots_that_fit(memory: float, held: float, slot: float, *, tile: int, needed
     return min(fitting - fitting % tile if fitting > tile else fitting, needed)
 
 
-def slots_beside(held: float, memory: float | None, model: DecoderConfig, decoding: Decoding, needed: int) -> int:
-    """The slots of a device that has `memory` bytes and holds `held` of them; at most `needed`.
-
-    `decoding` has one slot for each device of its mesh. Where the memory is unknown, all devices together have 128.
-    """
-    mesh = decoding.mesh
-    assert mesh is not None, "slots are counted on a mesh"
-    if memory is None:
-        return min(needed, -(-UNKNOWN_MEMORY_SLOTS // mesh.size))
-    copy = mesh.shape["tensor"] * mesh.shape["expert"]
-    slot = cache_bytes(model, decoding) + _LOGITS * 4 * model.vocab_size * copy
-    return slots_that_fit(memory, held, slot, tile=-(-_TILE // copy), needed=needed)
-
-
-def placed(shapes: Any, shardings: Any) -> Any:
-    """ShapeDtypeStructs with shardings. `shardings` is a tree like `shapes`, or one sharding for all leaves."""
-    if isinstance(shardings, jax.sharding.Sharding):
-        shardings = jax.tree.map(lambda _: shardings, shapes)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-
-
 def bytes_on_a_device(tree: Any) -> float:
     """Bytes of ShapeDtypeStructs with shardings; arrays in host memory do not count."""
     leaves = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind in (None, "device")]
@@ -77,7 +57,7 @@ def cache_bytes(model: DecoderConfig, decoding: Decoding) -> float:
     with parallel.activate(decoding.mesh, decoding.rules):
         shapes = jax.eval_shape(functools.partial(DecodeState.empty, model, *size, **int8))
     where = parallel.shardings(DecodeState.logical_axes(**int8), shapes, decoding.mesh, decoding.rules)
-    return bytes_on_a_device(placed(shapes, where))
+    return bytes_on_a_device(abstract(shapes, where))
 
 
 def prompts_of_a_step(config: ConfigDict) -> int:
@@ -95,16 +75,18 @@ def slots_of_a_device(layout: Layout, decoding: Decoding) -> int:
     same slots. While sampling runs ahead of training on the same devices, training keeps half of the free memory. Where
     the memory is unknown, all devices together have 128 slots.
     """
-    c, mesh = layout.config, decoding.mesh
+    c, mesh, memory = layout.config, decoding.mesh, layout.device_memory
     assert mesh is not None, "a layout decodes on a mesh"
     needed = -(-prompts_of_a_step(c) * c.rollout.group_size // (mesh.size * layout.decoding_hosts))
-    held = 0.0
-    if layout.device_memory is not None:
-        held = bytes_on_a_device(decoding_params(layout, decoding))
-        held += 0 if c.rollout.devices else held_while_sampling(layout, make_learner(layout), decoding)
-        if c.rollout.max_staleness and not c.rollout.devices:
-            held += (layout.device_memory * (1 - LEFT_FREE) - held) / 2
-    return slots_beside(held, layout.device_memory, layout.model, decoding, needed)
+    if memory is None:
+        return min(needed, -(-UNKNOWN_MEMORY_SLOTS // mesh.size))
+    held = bytes_on_a_device(decoding_params(layout, decoding))
+    held += 0 if c.rollout.devices else held_while_sampling(layout, make_learner(layout), decoding)
+    if c.rollout.max_staleness and not c.rollout.devices:
+        held += (memory * (1 - LEFT_FREE) - held) / 2
+    copy = mesh.shape["tensor"] * mesh.shape["expert"]
+    slot = cache_bytes(layout.model, decoding) + _LOGITS * 4 * layout.model.vocab_size * copy
+    return slots_that_fit(memory, held, slot, tile=-(-_TILE // copy), needed=needed)
 
 
 def held_while_sampling(layout: Layout, learner: Learner, decoding: Decoding) -> float:
@@ -155,7 +137,7 @@ def synced_params(layout: Layout, decoding: Decoding) -> Any:
     shardings = shardings or (layout.adapter_shardings if apart else layout.param_shardings)
     if decoding.int8 and not apart:
         params, shardings = jax.eval_shape(quantized, params), quantized_shardings(shardings, params)
-    return placed(params, shardings)
+    return abstract(params, shardings)
 
 
 def _apart(layout: Layout) -> bool:
@@ -170,7 +152,7 @@ def decoding_base(layout: Layout, decoding: Decoding) -> models.Base:
     where = parallel.shardings(models.logical_axes(layout.model), shapes, decoding.mesh, decoding.rules)
     if layout.config.model.lora.int8 or decoding.int8:
         shapes, where = jax.eval_shape(quantized, shapes), quantized_shardings(where, shapes)
-    return models.Base(placed(shapes, where), layout.lora.scale)
+    return models.Base(abstract(shapes, where), layout.lora.scale)
 
 
 def fitting_layout(config: ConfigDict, vocab_size: int) -> Layout:

@@ -6,13 +6,12 @@ A teacher may have another family and other widths than the policy. It lies on t
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from rpg_jax import data, models, parallel
-from rpg_jax.runs.layout import Layout, abstract_model
+from rpg_jax import data, models
+from rpg_jax.runs.layout import Layout
 from rpg_jax.runs.learner import learner_programs, make_learner
 from rpg_jax.training.reference import Taught
 from rpg_jax.training.state import in_host_memory
@@ -30,9 +29,7 @@ def reference_layout(layout: Layout) -> Layout:
     """
     if not (path := layout.config.reference.path):
         return layout
-    config = layout.config.copy_and_resolve_references()
-    own = models.read_config(models.local_folder(path, weights=False))
-    config.model.lora.rank, config.model.param_dtype = 0, config.model.compute_dtype
+    config, own = layout.config, models.read_config(models.local_folder(path, weights=False))
     wanted, given = layout.model.vocab_size, own.vocab_size
     if given < wanted:
         raise ValueError(
@@ -45,15 +42,8 @@ def reference_layout(layout: Layout) -> Layout:
             f"reference.path={path} has positions for {own.rope.max_position_embeddings} tokens, and a prompt with its "
             f"completion may have {longest}: lower task.max_prompt_tokens or rollout.max_tokens"
         )
-    return _frozen(dataclasses.replace(layout, config=config), dataclasses.replace(own, vocab_size=wanted))
-
-
-def _frozen(layout: Layout, model: models.DecoderConfig) -> Layout:
-    """The layout of another model on the same mesh, without adapters."""
-    graphdef, shapes = abstract_model(layout.config, model)
-    where = parallel.shardings(models.logical_axes(model), shapes, layout.mesh, layout.rules)
-    changed: dict[str, Any] = {"model": model, "graphdef": graphdef, "param_shapes": shapes, "param_shardings": where}
-    return dataclasses.replace(layout, **changed, adapter_shapes=None, adapter_shardings=None)
+    model = dataclasses.replace(own, vocab_size=wanted)
+    return layout.without_adapters(dtype=config.model.compute_dtype, model=model)
 
 
 def open_teacher(layout: Layout, tokenizer: data.Tokenizer, *, offload: bool) -> Taught | None:
@@ -67,8 +57,9 @@ def open_teacher(layout: Layout, tokenizer: data.Tokenizer, *, offload: bool) ->
     path, own = layout.config.reference.path, reference_layout(layout)
     folder = models.local_folder(path)
     check_tokenizer(path, data.load_tokenizer(folder), tokenizer)
-    whole, dtype = _frozen(own, models.read_config(folder)), jnp.dtype(own.config.model.param_dtype)
-    params = models.load(folder, whole.model, param_dtype=dtype, shardings=whole.param_shardings)
+    dtype = own.config.model.param_dtype
+    whole = own.without_adapters(dtype=dtype, model=models.read_config(folder))
+    params = models.load(folder, whole.model, param_dtype=jnp.dtype(dtype), shardings=whole.param_shardings)
     if whole.model != own.model:  # the first entries of the vocabulary
         cut = {name: x[: own.model.vocab_size] for name, x in params.items() if name in ("embed", "lm_head")}
         params = jax.device_put(params | cut, own.param_shardings)
