@@ -256,7 +256,8 @@ def read_config(path: Path) -> ConfigDict:
     """
     file = path / "config.json"
     if not file.exists():
-        runs = sorted(str(p.parent) for p in path.parent.glob("*/config.json")) if path.parent.is_dir() else []
+        beside = path.parent.glob("*/versions.json") if path.parent.is_dir() else ()  # a model has none
+        runs = sorted(str(p.parent) for p in beside if p.with_name("config.json").exists())
         raise ValueError(f"{path} is not a run folder (it has no config.json); there are: {', '.join(runs) or 'none'}")
     config = _moved(read_if_there(file))
     if "model_type" in config:

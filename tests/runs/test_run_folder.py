@@ -172,10 +172,12 @@ def test_a_process_that_changes_its_folder_still_finds_its_compiled_programs(tmp
 
 
 def test_a_folder_that_is_no_run_lists_those_that_are(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "config.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ValueError, match=f"no config.json.*{tmp_path / 'a'}"):
-        run_folder.read_config(tmp_path / "b")
+    for folder, files in {"run": ("config.json", "versions.json"), "model": ("config.json",)}.items():
+        (tmp_path / folder).mkdir()
+        for name in files:
+            (tmp_path / folder / name).write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError, match=f"no config.json.* there are: {tmp_path / 'run'}$"):
+        run_folder.read_config(tmp_path / "missing")
 
 
 def test_a_model_in_place_of_a_run_is_said_to_be_one(tmp_path):
