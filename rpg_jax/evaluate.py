@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rpg_jax.runs import cli, config_files
+from rpg_jax.runs import cli
 
 _STOPPED = 128 + signal.SIGINT
 
@@ -47,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    """Checks the flags and evaluates; returns the exit code. Raises ValueError where the flags do not name a policy."""
+    """Checks the flags, and evaluates a checkpoint of a run or a model in Hugging Face layout; returns the exit code.
+
+    Raises ValueError where the flags do not name a policy.
+    """
     loaded = cli.load_config(options)
     if (options.run is None) == (options.folder is None):
         raise ValueError("which policy? Give either --run=runs/NAME or --folder=MODEL with --config=FILE")
@@ -55,40 +58,24 @@ def evaluate(options: argparse.Namespace) -> int:
         raise ValueError("a run has its own config: leave --config out, and set --sets, --k, --max_tokens, …")
     if options.folder is not None and loaded is None:
         raise ValueError("--folder needs --config=FILE for problems, limits and verifier: configs/qwen3_4b_2k.py")
-    from rpg_jax import storage  # loads JAX: wrong flags need not wait for it
+    from rpg_jax import storage  # these load JAX: wrong flags need not wait for it
+    from rpg_jax.runs import evaluation, policy, run_folder
 
     if options.out is not None:
         storage.local(options.out)
-    return of_run(options) if loaded is None else of_folder(options, loaded)
-
-
-def of_folder(options: argparse.Namespace, loaded: config_files.Loaded) -> int:
-    """Evaluates a model in Hugging Face layout."""
-    from rpg_jax import storage
-    from rpg_jax.runs import evaluation, policy
-
-    with storage.Folder(loaded.config.run.dir) as home, tempfile.TemporaryDirectory() as scratch:
+    needed: dict[str, Any] = {"held_out": True, "weights": options.server is None}
+    how: dict[str, Any] = {"k": options.k, "out": options.out, "server": options.server}
+    how |= {"certificate": options.server_certificate, "api_key_file": options.api_key_file}
+    if loaded is None:
+        with run_folder.opened(options.run) as home:
+            opened = policy.of_run(home, options.step, changes(options), **needed, trust=options.trust)
+            found = evaluation.evaluate(opened, home.home.name, home, **how)
+    else:
         fields = {"model.path": options.folder, **changes(options)}
-        opened = policy.of_config(loaded.config, Path(scratch), fields, held_out=True, weights=options.server is None)
-        found = evaluation.evaluate(opened, Path(options.folder).name, home, **_how(options))
+        with storage.Folder(loaded.config.run.dir) as home, tempfile.TemporaryDirectory() as scratch:
+            opened = policy.of_config(loaded.config, Path(scratch), fields, **needed)
+            found = evaluation.evaluate(opened, Path(options.folder).name, home, **how)
     return _STOPPED if found is None else 0
-
-
-def of_run(options: argparse.Namespace) -> int:
-    """Evaluates a checkpoint of a run."""
-    from rpg_jax.runs import evaluation, policy, run_folder
-
-    how: dict[str, Any] = {"changes": changes(options), "held_out": True, "weights": options.server is None}
-    with run_folder.opened(options.run) as home:
-        opened = policy.of_run(home, options.step, **how, trust=options.trust)
-        found = evaluation.evaluate(opened, home.home.name, home, **_how(options))
-    return _STOPPED if found is None else 0
-
-
-def _how(options: argparse.Namespace) -> dict[str, Any]:
-    """The flags that evaluations take as they are."""
-    reach = {"certificate": options.server_certificate, "api_key_file": options.api_key_file}
-    return {"k": options.k, "out": options.out, "server": options.server, **reach}
 
 
 def changes(options: argparse.Namespace) -> dict[str, Any]:

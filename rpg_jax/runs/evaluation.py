@@ -276,17 +276,7 @@ def evaluate(
     slots = make_decoding(experiment.layout).slots * experiment.layout.decoding_hosts
     with experiment.layout.activate():
         if server:
-            from rpg_jax.rollout.servers.rollout import connect  # needs aiohttp, which other evaluations may lack
-            from rpg_jax.rollout.serving.access import ApiKey
-
-            own: Rollout = connect(
-                server,
-                certificate=certificate,
-                key=ApiKey.find(api_key_file),
-                parallel=slots,
-                capacity=capacity(experiment.config.task.max_prompt_tokens, experiment.config.rollout.max_tokens),
-                vocab_size=experiment.layout.model.vocab_size,
-            )
+            own = _connected(experiment, server, certificate, api_key_file, parallel=slots)
         else:
             own = make_rollout(experiment.layout, policy.params)
         try:
@@ -305,6 +295,23 @@ def evaluate(
     found = f"every problem: {folder / 'scores.md'}\nevery completion with its verdict: {folder / 'completions.jsonl'}"
     print(home.shown(found))
     return by_set
+
+
+def _connected(
+    experiment: Experiment, server: str, certificate: str | None, api_key_file: str | None, *, parallel: int
+) -> Rollout:
+    """The rollout of a server, which samples `parallel` completions at a time."""
+    from rpg_jax.rollout.servers.rollout import connect  # needs aiohttp, which other evaluations may lack
+    from rpg_jax.rollout.serving.access import ApiKey
+
+    return connect(
+        server,
+        certificate=certificate,
+        key=ApiKey.find(api_key_file),
+        parallel=parallel,
+        capacity=capacity(experiment.config.task.max_prompt_tokens, experiment.config.rollout.max_tokens),
+        vocab_size=experiment.layout.model.vocab_size,
+    )
 
 
 def settings_of(policy: Policy, name: str, k: int | None, weights: str) -> dict[str, Any]:
