@@ -110,7 +110,7 @@ def _train(e: Experiment, batches: Demonstrations, params: Any, rollout: Rollout
         rollout.sync_weights(params, 0)
         return float(np.mean([g.accuracy.mean() for g in generate(problems, step=0)]))
 
-    target = Target(c.min_accuracy, c.max_accuracy, c.check_every)
+    target = {name: c[name] for name in ("min_accuracy", "max_accuracy", "check_every")}
     with Progress(goal=c.min_accuracy, title="warm start") as progress:
 
         def show(updates: int, value: float) -> None:
@@ -118,7 +118,7 @@ def _train(e: Experiment, batches: Demonstrations, params: Any, rollout: Rollout
             if value > c.max_accuracy:
                 progress.note(f"accuracy {value:.2f} is above {c.max_accuracy}: back, and on in steps half as long")
 
-        return train_to_accuracy(state, programs.update, batches, accuracy, target, on_check=show)[0].params
+        return train_to_accuracy(state, programs.update, batches, accuracy, **target, on_check=show)[0].params
 
 
 def _train_for_epochs(
@@ -134,65 +134,50 @@ def _train_for_epochs(
     return state.params
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A warm start stops at the first check with an accuracy in [`min_accuracy`, `max_accuracy`].
-
-    Checks are `check_every` updates apart at first, and half as far after an overshoot. After `max_updates`, it fails.
-    """
-
-    min_accuracy: float
-    max_accuracy: float
-    check_every: int
-    max_updates: int = 20_000
-
-    def __post_init__(self):
-        if not 0 <= self.min_accuracy < self.max_accuracy <= 1:
-            raise ValueError(
-                "a warm start needs 0 <= min_accuracy < max_accuracy <= 1, got "
-                f"{self.min_accuracy} and {self.max_accuracy}"
-            )
-        if self.check_every < 1 or self.max_updates < 1:
-            raise ValueError(f"check_every and max_updates must be >= 1, got {self.check_every}, {self.max_updates}")
-
-
 def train_to_accuracy(
     state: TrainState,
     update: Callable[[TrainState, Any], tuple[TrainState, Any]],
     batches: Iterator[Any],
     accuracy: Callable[[Any], float],
-    target: Target,
     *,
+    min_accuracy: float,
+    max_accuracy: float,
+    check_every: int,
+    max_updates: int = 20_000,
     on_check: Callable[[int, float], None] = lambda updates, accuracy: None,
 ) -> tuple[TrainState, float]:
-    """Trains until `accuracy(params)` lies in the target's range; returns the state and its accuracy.
+    """Trains until a check finds `accuracy(params)` in [`min_accuracy`, `max_accuracy`]; returns the state and it.
 
-    A check above the range restores the last state below it, and half as many updates follow. So the range is hit
-    however steep the curve is.
+    Checks are `check_every` updates apart at first. A check above the range restores the last state below it, and half
+    as many updates follow. So the range is hit however steep the curve is.
 
     Raises:
-      ValueError: the range was not reached in `max_updates`, or lies inside the step of a single update.
+      ValueError: the range is empty, was not reached in `max_updates`, or lies inside the step of a single update.
     """
-    interval, done = target.check_every, 0
-    while done < target.max_updates:
+    if not min_accuracy < max_accuracy:
+        raise ValueError(
+            f"a warm start needs 0 <= min_accuracy < max_accuracy <= 1, got {min_accuracy} and {max_accuracy}"
+        )
+    interval, done = check_every, 0
+    while done < max_updates:
         before = jax.tree.map(jnp.copy, state)
         state, _ = several(state, update, batches, interval)
         done += interval
         reached = accuracy(state.params)
         on_check(done, reached)
-        if reached > target.max_accuracy:
+        if reached > max_accuracy:
             if interval == 1:
                 raise ValueError(
-                    f"one supervised update leads past warm_start.max_accuracy={target.max_accuracy}, "
+                    f"one supervised update leads past warm_start.max_accuracy={max_accuracy}, "
                     f"to {reached:.3f}: widen the range or lower warm_start.learning_rate"
                 )
             state, interval = before, max(interval // 2, 1)
-        elif reached >= target.min_accuracy:
+        elif reached >= min_accuracy:
             return state, reached
-    above = reached > target.max_accuracy
+    above = reached > max_accuracy
     raise ValueError(
-        f"no check of the warm start was inside [min_accuracy, max_accuracy]=[{target.min_accuracy}, "
-        f"{target.max_accuracy}] in {done} updates, the last was {'above' if above else 'below'} it ({reached:.3f}): "
+        f"no check of the warm start was inside [min_accuracy, max_accuracy]=[{min_accuracy}, "
+        f"{max_accuracy}] in {done} updates, the last was {'above' if above else 'below'} it ({reached:.3f}): "
         f"{'lower' if above else 'raise'} warm_start.learning_rate, or widen the range"
     )
 

@@ -5,20 +5,20 @@ import itertools
 import jax.numpy as jnp
 import pytest
 
-from rpg_jax.runs.warm_start import Target, train_to_accuracy
+from rpg_jax.runs.warm_start import train_to_accuracy
 from rpg_jax.training.state import TrainState
 
 
 def run(curve, **settings):
     """The weights are a count of updates; accuracy is `curve` of it."""
-    target = Target(**{**dict(min_accuracy=0.4, max_accuracy=0.6, check_every=50, max_updates=2000), **settings})
+    target = {**dict(min_accuracy=0.4, max_accuracy=0.6, check_every=50, max_updates=2000), **settings}
     checks = []
     state, reached = train_to_accuracy(
         TrainState(jnp.int32(0), (), jnp.int32(0), jnp.int32(0)),
         lambda state, batch: (state.replace(params=state.params + 1), None),
         itertools.count(),
         lambda params: curve(int(params)),
-        target,
+        **target,
         on_check=lambda updates, accuracy: checks.append(accuracy),
     )
     return int(state.params), reached, checks
