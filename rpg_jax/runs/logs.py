@@ -268,20 +268,14 @@ class Trackio:
         self._run.finish()
 
 
-class Kind(NamedTuple):
-    """A tracker, the module that it needs, and the package that has the module."""
-
-    make: Callable[[Place], Tracker]
-    module: str
-    package: str
-
-
-TRACKERS = {
-    "tensorboard": Kind(TensorBoard, "tensorboardX", "tensorboardX"),
-    "wandb": Kind(WandB, "wandb", "wandb"),
-    "mlflow": Kind(MLflow, "mlflow", "mlflow"),
-    "trackio": Kind(Trackio, "trackio", "trackio"),
+TRACKERS: Mapping[str, Callable[[Place], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "mlflow": MLflow,
+    "trackio": Trackio,
 }
+PACKAGES = {name: name for name in TRACKERS} | {"tensorboard": "tensorboardX"}
+"""The package of each tracker, which has a module of the same name."""
 
 
 def chosen(text: str) -> list[str]:
@@ -294,12 +288,12 @@ def chosen(text: str) -> list[str]:
 
 def needed(name: str) -> Any:
     """The module of a tracker. Raises ValueError with the fix if the module is not installed."""
-    kind = TRACKERS[name]
+    package = PACKAGES[name]
     try:
-        return importlib.import_module(kind.module)
+        return importlib.import_module(package)
     except ImportError as error:
         raise ValueError(
-            f"log.tracker={name} needs the package {kind.package}: pip install {kind.package}, or leave it out"
+            f"log.tracker={name} needs the package {package}: pip install {package}, or leave it out"
         ) from error
 
 
@@ -307,4 +301,4 @@ def trackers_of(config: ConfigDict, folder: Path, *, after: int) -> list[Tracker
     """The trackers that the config asks for, from step `after` on. Raises ValueError as `chosen` and `needed` do."""
     fields = json_files.finite(json.loads(config.to_json_best_effort()))
     place = Place(folder, config.run.name, config.log.project, fields, after)
-    return [TRACKERS[name].make(place) for name in chosen(config.log.tracker)]
+    return [TRACKERS[name](place) for name in chosen(config.log.tracker)]

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from configs import base
-from rpg_jax.runs.logs import TRACKERS, RunLog, chosen, needed, trackers_of
+from rpg_jax.runs.logs import PACKAGES, RunLog, chosen, needed, trackers_of
 from rpg_jax.training.loop import Step
 
 
@@ -23,7 +23,7 @@ def config(tmp_path, monkeypatch):
 
 def logged_twice(config, name, folder):
     """Steps 1 to 3, then again from step 3, which the first process wrote without a checkpoint."""
-    pytest.importorskip(TRACKERS[name].module, reason=f"pip install {TRACKERS[name].package} runs this test")
+    pytest.importorskip(PACKAGES[name], reason=f"pip install {PACKAGES[name]} runs this test")
     config.log.tracker = name
     for after, steps in ((0, (1, 2, 3)), (2, (3, 4))):
         log = RunLog(folder, samples=0)
