@@ -238,14 +238,14 @@ def number(kind: Callable[[str], Any], low: float, high: float = math.inf) -> Ca
     return parse
 
 
-def keep_pages(pad_bytes: int = 1 << 27) -> bool:
-    """Makes glibc take and return memory in pieces of `pad_bytes`; returns whether it could.
+def keep_pages() -> bool:
+    """Makes glibc take and return memory in pieces of 128 MiB; returns whether it could.
 
     XLA on CPU takes a program's buffers from malloc and frees them when the program ends. By default glibc then returns
     most pages to the system, and they fault in again, zeroed, at the next call: a third of the time of a small step.
     Call this before JAX starts its threads. Without glibc it does nothing.
     """
-    return _mallopt(-2, pad_bytes)  # M_TOP_PAD of glibc's malloc.h
+    return _glibc("mallopt", -2, 1 << 27)  # M_TOP_PAD of glibc's malloc.h
 
 
 def keep_buffers() -> bool:
@@ -255,7 +255,7 @@ def keep_buffers() -> bool:
     process keeps its peak of memory. So call this where programs run on the CPU, and no copies of large models do.
     """
     never = (1 << 31) - 1
-    return _mallopt(-4, 0) and _mallopt(-1, never)  # M_MMAP_MAX, M_TRIM_THRESHOLD
+    return _glibc("mallopt", -4, 0) and _glibc("mallopt", -1, never)  # M_MMAP_MAX, M_TRIM_THRESHOLD
 
 
 def return_pages() -> bool:
@@ -264,15 +264,13 @@ def return_pages() -> bool:
     A process that trains several models would otherwise grow with each model: the gaps that one run's buffers leave do
     not fit the buffers of the next run.
     """
-    try:
-        return bool(ctypes.CDLL("libc.so.6").malloc_trim(0))
-    except (OSError, AttributeError):
-        return False
+    return _glibc("malloc_trim", 0)
 
 
-def _mallopt(parameter: int, value: int) -> bool:
+def _glibc(function: str, *arguments: int) -> bool:
+    """Whether the function of glibc says that it did something; False without glibc."""
     try:
-        return bool(ctypes.CDLL("libc.so.6").mallopt(parameter, value))
+        return bool(getattr(ctypes.CDLL("libc.so.6"), function)(*arguments))
     except (OSError, AttributeError):
         return False
 
