@@ -188,48 +188,43 @@ class _Handed(NamedTuple):
     functions: dict[str, Any]
 
 
-def _handed_over(
-    overrides: Mapping[str, Any], *, reward: Any, environment: Any = None, loss: Any = None, advantage: Any = None
-) -> _Handed:
-    """The fields and functions of the objects of a call. A loss and an advantage are declared here."""
+def _handed_over(overrides: Mapping[str, Any], *, reward: Any, **others: Any) -> _Handed:
+    """The fields and functions of the objects of a call, by argument. A loss and an advantage are declared here."""
     fields, named, functions = _Handed({}, {}, {})
     if reward is not None:
         weights, functions = rewards.named(reward)
         _refuse(overrides, "reward", "rewards.parts")
         fields["rewards.parts"] = ",".join(f"{part}:{weight!r}" for part, weight in weights.items())
         named["reward"] = "+".join(part.rpartition(":")[2] for part in weights)
-    if environment is not None:
-        _refuse(overrides, "environment", "environment.name")
-        name = environment if isinstance(environment, str) else rewards.name_of(environment, "environment")
-        functions |= {} if isinstance(environment, str) else {name: environment}
-        fields["environment.name"] = name
-        named["environment"] = name.rpartition(":")[2]
-    if loss is not None:
-        _refuse(overrides, "loss", "loss.name")
-        fields |= _own_loss(loss, overrides)
-        functions |= {} if isinstance(loss, str) else {fields["loss.name"]: loss}
-        named["loss"] = fields["loss.name"].rpartition(":")[2]
-    if advantage is not None:
-        _refuse(overrides, "advantage", "loss.advantage")
-        fields["loss.advantage"] = advantage if isinstance(advantage, str) else rewards.name_of(advantage, "advantage")
-        if not isinstance(advantage, str):
-            losses.declare_own_advantage(fields["loss.advantage"], advantage)
-            functions[fields["loss.advantage"]] = advantage
-        named["advantage"] = fields["loss.advantage"].rpartition(":")[2]
+    for argument, field in (
+        ("environment", "environment.name"),
+        ("loss", "loss.name"),
+        ("advantage", "loss.advantage"),
+    ):
+        if (handed := others.get(argument)) is None:
+            continue
+        _refuse(overrides, argument, field)
+        name = fields[field] = handed if isinstance(handed, str) else rewards.name_of(handed, argument)
+        named[argument] = name.rpartition(":")[2]
+        if isinstance(handed, str):
+            continue
+        functions[name] = handed
+        if argument == "loss":
+            fields |= _declared_loss(name, handed, overrides)
+        elif argument == "advantage":
+            losses.declare_own_advantage(name, handed)
     return _Handed(fields, named, functions)
 
 
-def _own_loss(loss: Callable[..., Any] | str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Declares a loss that was handed over, and returns the config fields that name the loss."""
-    if isinstance(loss, str):
-        return {"loss.name": loss}
-    fields: dict[str, Any] = {"loss.name": rewards.name_of(loss, "loss")}
+def _declared_loss(name: str, loss: Callable[..., Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Declares a loss that was handed over; returns the config fields with the keywords of a `functools.partial`."""
+    fields = {}
     if isinstance(loss, functools.partial):
         if loss.args or not inspect.isfunction(loss.func):
-            raise ValueError(f"the loss {fields['loss.name']!r}: give functools.partial a function and keywords alone")
+            raise ValueError(f"the loss {name!r}: give functools.partial a function and keywords alone")
         _refuse(overrides, "loss=functools.partial(…)", "loss.arguments")
         fields["loss.arguments"], loss = json.dumps(loss.keywords), loss.func
-    losses.declare_own_loss(fields["loss.name"], loss)
+    losses.declare_own_loss(name, loss)
     return fields
 
 
