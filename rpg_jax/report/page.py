@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from rpg_jax.report import html_tables, rollouts, tables
+from rpg_jax.report.html_tables import WEB
 from rpg_jax.report.plots import CONVERSATION_PANELS, PANELS, Panel, curves_of, shared_points, smooth
 from rpg_jax.report.run_files import Run
 from rpg_jax.report.tables import Budget, Config, Json
 from rpg_jax.storage import write_atomically
 
-WEB = Path(__file__).with_name("web")
 SCRIPTS = ("core.js", "figures.js", "rollouts.js", "tokens.js", "browser.js")
 ROLLOUT_STEPS = 8  # of each run, by default
 NAMED = 8  # most runs that are named under the title
@@ -67,7 +67,7 @@ def page_of(runs: Sequence[Run], *, rollout_steps: int = ROLLOUT_STEPS) -> str:
         "STYLE": style,
         "SCRIPT": script,
         "RUNS": _names(configs),
-        "RESULTS": _results(configs),
+        "RESULTS": html_tables.results(configs),
         "TIMING": html_tables.timing_table(configs, timing(configs)),
         "CONFIGS": html_tables.configs_table(configs, tables.differences(configs)),
         "CHUNKS": "\n".join(f'<script type="text/plain" id="chunk-{i}">{c}</script>' for i, c in enumerate(chunks)),
@@ -196,22 +196,6 @@ def _axis(budget: Budget, configs: Sequence[Config]) -> dict[str, Any]:
         unit, scale = ("hours", 3600) if longest > 7200 else ("minutes", 60) if longest > 180 else ("seconds", 1)
     costs = [[float(f"{cost / scale:.6g}") for cost in own] for own in costs]
     return {"name": budget.axis, "unit": unit, "budget": budget.amount / scale, "costs": costs}
-
-
-def _results(configs: Sequence[Config]) -> str:
-    """The switch between axes, and the results on each; the style sheet shows the results on the chosen axis."""
-    ks = {name: own[-1].get("k") for c in configs for run in c.runs for name, own in run.evaluations.items()}
-    choices, shown, rows = [], [], []
-    for i, budget in enumerate(tables.budgets(configs)):
-        given = {"checked": "checked"} if not i else {}
-        radio = html_tables.element("input", type="radio", name="axis", value=budget.axis, **given)
-        choices.append(html_tables.element("label", radio, f" {budget.axis}"))
-        rows = tables.rows_within(configs, budget)
-        table = html_tables.results_table(configs, rows, ks, budget)
-        shown.append(html_tables.element("div", table, class_="at-equal", data_axis=budget.axis))
-    legend = html_tables.element("legend", "Compare at equal")
-    switch = html_tables.element("fieldset", legend, *choices, class_="switch")
-    return "".join((switch, *shown, html_tables.notes(configs, rows)))
 
 
 def _names(configs: Sequence[Config]) -> str:
