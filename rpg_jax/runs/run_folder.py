@@ -232,17 +232,13 @@ def _stepped(folder: storage.Folder) -> bool:
     return kept or bool(Run.read(folder.files).trained)
 
 
-def kept_steps(folder: storage.Folder) -> list[int]:
-    """The steps of a run's checkpoints. Raises ValueError if it has none."""
-    if kept := committed_steps(storage.absolute(folder.home / "checkpoints")):
-        return kept
-    every = read_config(folder.files).checkpoint.every
-    raise ValueError(f"{folder.home} has no checkpoint yet; there is one after each {every} steps and after the last")
-
-
 def checkpoint_step(folder: storage.Folder, step: int | None) -> int:
     """`step`, of which the run has a checkpoint; None is the last checkpoint. Raises ValueError if there is none."""
-    kept = kept_steps(folder)
+    if not (kept := committed_steps(storage.absolute(folder.home / "checkpoints"))):
+        every = read_config(folder.files).checkpoint.every
+        raise ValueError(
+            f"{folder.home} has no checkpoint yet; there is one after each {every} steps and after the last"
+        )
     if step not in (None, *kept):
         raise ValueError(f"{folder.home} does not have the checkpoint of step {step}; it keeps steps {kept}")
     return kept[-1] if step is None else step

@@ -93,11 +93,15 @@ def local_copy(address: str, patterns: Sequence[str]) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for left in target.glob(".*.partial"):  # by a killed process; under the lock, no other process writes one
             left.unlink()
-        with _read(address):
+        try:
             found = errors.retried(lambda: list(source.iterdir()), address)
             files = [path for path in found if any(map(path.match, patterns))]
             for path in files:
                 errors.retried(lambda path=path: _copy_changed(path, target / path.name), path)  # type: ignore[misc]
+        except FileNotFoundError as error:
+            raise ValueError(f"cannot read {address}: it does not exist ({error})") from error
+        except Exception as error:
+            raise errors.failure(address, error) from error
     if not files:
         raise ValueError(f"{address} has no file {' or '.join(patterns)}")
     return target
@@ -288,17 +292,6 @@ def move(source: epath.Path, target: epath.Path) -> None:
     for name, path in _files(source):
         bucket.copy(str(path), str(target / name))  # within the bucket: the bytes do not come here
     source.rmtree()
-
-
-@contextlib.contextmanager
-def _read(address: str) -> Iterator[None]:
-    """Turns an error of reading a bucket into ValueError if the folder is missing, else into StorageFailure."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise ValueError(f"cannot read {address}: it does not exist ({error})") from error
-    except Exception as error:
-        raise errors.failure(address, error) from error
 
 
 def _files(folder: epath.Path, prefix: str = "", skipped: tuple[str, ...] = ()) -> Iterator[tuple[str, epath.Path]]:
