@@ -2,9 +2,7 @@
 
 import itertools
 import math
-import operator
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +141,5 @@ def _typed(config: str, field: str, text: str) -> Any:
         near = config_files.nearest(field)
         raise ValueError(f"no config field {field!r}; did you mean {near}? train --help lists all of them")
     loaded = config_files.load(config, [run_names.option(field, text)])
-    value = reduce(operator.getitem, field.split("."), loaded.config)
-    known[field].check(field, value)
-    return value
+    known[field].check(field, loaded.config[field])
+    return loaded.config[field]

@@ -71,8 +71,7 @@ def fitted(config: ConfigDict, asked: Collection[str], rows: Sequence[str]) -> F
 
     def choose(name: str, value: Any) -> Any:
         if name in asked:
-            section, last = name.split(".")
-            return config[section][last]
+            return config[name]
         kept[name] = value
         return value
 
