@@ -1,4 +1,4 @@
-"""The tables of the page as HTML, which a browser shows without running a script. `web/tables.html` has their HTML."""
+"""What the templates in `web/` show: the tables of the page are HTML, so a browser runs no script for them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,10 @@ from markupsafe import Markup
 from rpg_jax.report import tables
 from rpg_jax.report.progress import duration
 from rpg_jax.report.seeds import SEEDS_TO_RANK
-from rpg_jax.report.tables import Budget, Config, Json, Row, anchor
+from rpg_jax.report.tables import Budget, Config, Row, anchor
 
 WEB = Path(__file__).with_name("web")
 COSTS = {"steps": "trained", "completions": "completions", "seconds": "time"}
-
-
-def escape(text: object) -> Markup:
-    """The text in ASCII, with references in place of special characters. `Markup` keeps its own special characters."""
-    return Markup(markupsafe.escape(text).encode("ascii", "xmlcharrefreplace").decode())
 
 
 def results(configs: Sequence[Config]) -> Markup:
@@ -56,16 +51,6 @@ def notes(configs: Sequence[Config], rows: Sequence[Row]) -> Markup:
     return _filled("notes", configs, any(row.ranks for row in rows), SEEDS_TO_RANK, anchor_letters(configs))
 
 
-def timing_table(configs: Sequence[Config], timing: Json) -> Markup:
-    """The mean seconds of each part of a step, and its share of the step."""
-    return _filled("timing", list(zip(configs, timing["rows"], strict=True)), timing["parts"])
-
-
-def configs_table(configs: Sequence[Config], differences: Sequence[Json]) -> Markup:
-    """The fields whose values differ between configs."""
-    return _filled("fields", configs, differences)
-
-
 def number(x: float) -> str:
     """Three digits: 12,345 · 123 · 1.23 · 0.0123 · 3.6e−7."""
     size = float(f"{abs(x):.2e}")
@@ -84,12 +69,20 @@ def _cost(amount: float, axis: str) -> str:
 
 def _filled(macro: str, *values: Any) -> Markup:
     """The HTML of a macro of `web/tables.html`."""
-    return escape(getattr(_template(), macro)(*values))
+    return getattr(templates().get_template("tables.html").module, macro)(*values)
 
 
 @functools.cache
-def _template() -> Any:
-    how: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+def templates() -> jinja2.Environment:
+    """The templates in `web/`. They write every text of theirs in ASCII, with references to special characters."""
+
+    def escaped(value: object) -> Markup:
+        if isinstance(value, Markup):
+            return value
+        return Markup(markupsafe.escape(value).encode("ascii", "xmlcharrefreplace").decode())
+
+    how: dict[str, Any] = {"autoescape": True, "finalize": escaped, "trim_blocks": True, "lstrip_blocks": True}
     made = jinja2.Environment(loader=jinja2.FileSystemLoader(WEB), undefined=jinja2.StrictUndefined, **how)
     made.filters.update(number=number, cost=_cost, anchor=anchor, heading=COSTS.__getitem__)
-    return made.get_template("tables.html").module
+    made.globals.update(zip=zip)
+    return made

@@ -1,7 +1,7 @@
 """Writes `report.html`: one page that compares runs and browses their rollouts, without a server or a network.
 
 The page is made of the files in `web/`, of tables, and of the data of figures and rollouts, as text that no browser
-executes. Text of runs is not trusted: tables escape this text, and all other parts make text nodes of it. A content
+executes. Text of runs is not trusted: Jinja escapes this text, and scripts make text nodes of it. A content
 security policy allows our script, by its hash, but no other script and no request. Without scripts the page shows
 its tables, which is all but curves and rollouts.
 """
@@ -9,12 +9,12 @@ its tables, which is all but curves and rollouts.
 import base64
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
 from rpg_jax.report import html_tables, rollouts, tables
 from rpg_jax.report.html_tables import WEB
@@ -25,7 +25,6 @@ from rpg_jax.storage import write_atomically
 
 SCRIPTS = ("core.js", "figures.js", "rollouts.js", "tokens.js", "browser.js")
 ROLLOUT_STEPS = 8  # of each run, by default
-NAMED = 8  # most runs that are named under the title
 DYNAMICS = (
     *PANELS,
     *CONVERSATION_PANELS,
@@ -61,20 +60,20 @@ def page_of(runs: Sequence[Run], *, rollout_steps: int = ROLLOUT_STEPS) -> str:
     data, chunks = page_data(configs, rollout_steps=rollout_steps)
     style = (WEB / "page.css").read_text(encoding="utf-8")
     script = "\n".join((WEB / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    contents = {
-        "STYLE-HASH": _hash(style),
-        "SCRIPT-HASH": _hash(script),
-        "STYLE": style,
-        "SCRIPT": script,
-        "RUNS": _names(configs),
-        "RESULTS": html_tables.results(configs),
-        "TIMING": html_tables.timing_table(configs, timing(configs)),
-        "CONFIGS": html_tables.configs_table(configs, tables.differences(configs)),
-        "CHUNKS": "\n".join(f'<script type="text/plain" id="chunk-{i}">{c}</script>' for i, c in enumerate(chunks)),
-        "DATA": embedded(data),
-    }
-    page = (WEB / "page.html").read_text(encoding="utf-8")
-    return re.sub(r"%([A-Z-]+)%", lambda mark: contents[mark[1]], page)  # once: the text of runs may look like a mark
+    page = html_tables.templates().get_template("page.html")
+    return page.render(
+        style_hash=_hash(style),
+        script_hash=_hash(script),
+        style=Markup(style),
+        script=Markup(script),
+        runs=[run for config in configs for run in config.runs],
+        configs=configs,
+        results=html_tables.results(configs),
+        timing=timing(configs),
+        differences=tables.differences(configs),
+        data=Markup(embedded(data)),
+        chunks=chunks,
+    )
 
 
 def is_page(file: Path) -> bool:
@@ -196,14 +195,6 @@ def _axis(budget: Budget, configs: Sequence[Config]) -> dict[str, Any]:
         unit, scale = ("hours", 3600) if longest > 7200 else ("minutes", 60) if longest > 180 else ("seconds", 1)
     costs = [[float(f"{cost / scale:.6g}") for cost in own] for own in costs]
     return {"name": budget.axis, "unit": unit, "budget": budget.amount / scale, "costs": costs}
-
-
-def _names(configs: Sequence[Config]) -> str:
-    """The text under the title: the names of the runs, or the number of the runs if there are many."""
-    runs = [run for config in configs for run in config.runs]
-    if len(runs) > NAMED:
-        return f"{len(runs)} runs of {len(configs)} configs"
-    return html_tables.escape("  ·  ".join(f"{run.name} ({run.records[-1]['step']} steps)" for run in runs))
 
 
 def _hash(text: str) -> str:
