@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max_tokens", type=count, help="of a completion; default: rollout.max_tokens")
     parser.add_argument("--seed", type=int, help="of the completions; default: the config's")
     parser.add_argument("--out", help="folder to write; default: a folder of its own beside the run")
-    parser.add_switch("trust", default=False, help=cli.TRUST)
+    parser.add_switch("trust", help=cli.TRUST)
     return cli.run(evaluate, parser, argv)
 
 

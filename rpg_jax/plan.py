@@ -33,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         default="v5p:2x2x2",
         help="as v6e:4x4, or v6e:4x4*2 for two of them; an unknown one lists the known ones (default: %(default)s)",
     )
-    parser.add_switch("json", default=False, help="print one JSON object instead of tables")
-    parser.add_switch("search", default=False, help="first look for the fastest settings that fit, by arithmetic")
+    parser.add_switch("json", help="print one JSON object instead of tables")
+    parser.add_switch("search", help="first look for the fastest settings that fit, by arithmetic")
     parser.add_beside("compare the config with this setting, by arithmetic, as model.lora.rank=0; may be repeated")
     parser.add_argument("--mean_tokens", type=int, default=0, help="of a completion; default: half of the limit")
     parser.add_argument("--prompt_tokens", type=int, default=0, help="of a prompt; default: 300, or half of the limit")
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=[],
         help="compile these only: log-probs, baseline, update, start, add, apply, prefill, decode",
     )
-    parser.add_switch("get_compiler", default=False, help="put the compiler for TPUs into a folder of its own, and end")
+    parser.add_switch("get_compiler", help="put the compiler for TPUs into a folder of its own, and end")
     return cli.run(plan, parser, argv)
 
 

@@ -28,12 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", help="folder of the run, local or gs://BUCKET/…")
     parser.add_argument("--model", help="in place of a run a model, as --config.model.path takes it")
     parser.add_argument("--prompt", action="append", help="text to complete; may be given again")
-    parser.add_switch("chat", default=False, help="talk turn by turn; an empty line ends it")
+    parser.add_switch("chat", help="talk turn by turn; an empty line ends it")
     parser.add_argument("--k", type=int, default=4, help="completions of each (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--step", type=int, help="checkpoint (default: the last)")
-    parser.add_switch("trust", default=False, help=cli.TRUST)
+    parser.add_switch("trust", help=cli.TRUST)
     return cli.run(sample, parser, argv)
 
 

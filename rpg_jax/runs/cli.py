@@ -69,9 +69,9 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--config", metavar="FILE", default=default, help=f"the experiment: {shipped}")
         self.add_argument("--config.FIELD", metavar="VALUE", help="a changed field, as --config.seed=1")
 
-    def add_switch(self, name: str, *, default: bool, help: str) -> None:
-        """Takes --NAME and --noNAME."""
-        self.add_argument(f"--{name}", nargs="?", const=True, default=default, type=_boolean, metavar="BOOL", help=help)
+    def add_switch(self, name: str, *, help: str) -> None:
+        """Takes --NAME and --noNAME, which is the default."""
+        self.add_argument(f"--{name}", nargs="?", const=True, default=False, type=_boolean, metavar="BOOL", help=help)
         self.add_argument(f"--no{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
 
     def add_beside(self, help: str) -> None:
@@ -139,7 +139,7 @@ def parser(name: str, description: str) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_switch("debug", default=False, help="show the traceback of user errors too")
+    made.add_switch("debug", help="show the traceback of user errors too")
     return made
 
 

@@ -17,7 +17,7 @@ def command():
     parser = cli.parser("train", "Trains.")
     parser.add_config("configs/tiny.py")
     parser.add_argument("--step", type=cli.number(int, 1), help="checkpoint")
-    parser.add_switch("try", default=True, help="try")
+    parser.add_switch("try", help="try")
     return parser
 
 
@@ -88,8 +88,13 @@ def test_help_names_every_choice_and_need_not_wait_for_jax():
     assert done.returncode == 0 and "One of token_mean, " in done.stdout, done.stderr
 
 
-def test_flags_that_are_on_by_default_are_switched_off_by_no():
-    for arguments, expected in {(): True, ("--notry",): False, ("--try=false",): False, ("--try",): True}.items():
+def test_a_switch_is_off_until_it_is_given_and_no_switches_it_off_again():
+    for arguments, expected in {
+        (): False,
+        ("--try", "--notry"): False,
+        ("--try=false",): False,
+        ("--try",): True,
+    }.items():
         assert getattr(command().read(arguments), "try") is expected
 
 
