@@ -47,14 +47,14 @@ class Program:
     """
 
     name: str
-    arguments: float
-    temporaries: float
-    outputs: float
-    alias: float
-    resident: float
-    costs: hlo.Costs
-    model_flops: float
-    compile_seconds: float
+    arguments: float = 0
+    temporaries: float = 0
+    outputs: float = 0
+    alias: float = 0
+    resident: float = 0.0
+    costs: hlo.Costs = dataclasses.field(default_factory=hlo.Costs)
+    model_flops: float = 0.0
+    compile_seconds: float = 0.0
     refused: str = ""
     peak: float = 0.0
     host: float = 0.0
@@ -103,7 +103,8 @@ def compile_program(
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         said = next(line for line in str(error).splitlines() if line.strip())[:300]
-        return Program(name, 0, 0, 0, 0, resident, hlo.Costs(), model_flops, time.perf_counter() - start, said)
+        took = time.perf_counter() - start
+        return Program(name, resident=resident, model_flops=model_flops, compile_seconds=took, refused=said)
     seconds = time.perf_counter() - start
     m, costs = compiled.memory_analysis(), hlo.count(compiled.as_text(), cheapest=cheapest)
     sizes = m.argument_size_in_bytes, m.temp_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes

@@ -32,7 +32,7 @@ def estimated_programs(layout: Layout, decoding: Decoding, resident: dict[str, f
     """
     flops = operations(layout, decoding)
     return {
-        name: Program(name, 0, 0, 0, 0, resident[name], costs, costs.flops, 0.0, peak=peak)
+        name: Program(name, resident=resident[name], costs=costs, model_flops=costs.flops, peak=peak)
         for name, (costs, peak) in {**_training(layout, flops), **_sampling(layout, decoding, flops)}.items()
     }
 

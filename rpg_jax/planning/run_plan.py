@@ -108,7 +108,7 @@ def exchange(
     costs = hlo.Costs(0.0, 0.0, {"all-gather": size}, launches=math.ceil(size / (on.hosts - 1) / hosts.PIECE))
     pieces = (on.hosts + 1) * min(hosts.PIECE, size / (on.hosts - 1))
     stays = held["decode"] + memory.bytes_on_a_device(memory.decoding_params(layout, decoding))
-    return {"exchange": Program("exchange", 0, pieces, 0, 0, stays, costs, 0.0, 0.0)}
+    return {"exchange": Program("exchange", temporaries=pieces, resident=stays, costs=costs)}
 
 
 HELD_OUT = {"aime-2024": 30, "aime25": 30, "amc-23": 40, "minerva": 272, "olympiadbench": 674, "gsm8k-test": 1319}
