@@ -13,9 +13,9 @@ def masked_fill(x: jax.Array, mask: jax.Array, value: float = 0.0) -> jax.Array:
     return jnp.where(mask != 0, x, jnp.asarray(value, x.dtype))
 
 
-def masked_sum(x: jax.Array, mask: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
+def masked_sum(x: jax.Array, mask: jax.Array) -> jax.Array:
     """Σ x over the entries where `mask` is nonzero."""
-    return jnp.sum(masked_fill(x, mask), axis=axis)
+    return jnp.sum(masked_fill(x, mask))
 
 
 def masked_max(x: jax.Array, mask: jax.Array) -> jax.Array:
