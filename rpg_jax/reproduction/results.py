@@ -10,6 +10,7 @@ import dataclasses
 import gzip
 import json
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ _CRITIC = ("explained_variance", "value", "return")
 _COSTS = ("groups_generated", "updates", "seconds", "time/compiling")
 COLUMNS = (*(panel.key for panel in TABLE_PANELS), "kl_k1", *_CRITIC, *_COSTS)  # and all of eval/
 SCAN_COLUMNS = ("accuracy", "seconds")  # of runs that choose learning rates; without eval/
+SCORE = re.compile("eval/.*/")  # the beginning of a score of one set
 DIGITS = 4  # significant, of every number that is kept
 _RENAMED = {"behaviour_kl_k1": ("behaviour_forward_kl_k1", -1)}  # metrics of older runs: name and factor of today
 _PLACES = ("run.", "distributed.", "log.", "profile.", "warm_start.dir")  # they change no number of a run
@@ -69,13 +71,13 @@ def collect(
     planned: Sequence[PlannedRun], out: Path, columns: Sequence[str] = COLUMNS, *, evaluated: bool = True
 ) -> list[Run]:
     """Reads the planned runs that have started; numbers are rounded to `DIGITS`."""
-    runs = []
+    runs, kept = [], ("step", *columns)
     for plan in planned:
         run = Run.read(out / "runs" / plan.name, plan.row)
         if not run.config:
             continue
         records = [
-            {key: _rounded(v) for key, v in record.items() if key in ("step", *columns) or evaluated and _of_set(key)}
+            {key: _rounded(value) for key, value in record.items() if key in kept or (evaluated and SCORE.match(key))}
             for record in map(_with_names_of_today, run.records)
         ]
         runs.append(
@@ -187,10 +189,6 @@ def _with_names_of_today(record: Mapping[str, Any]) -> dict[str, Any]:
         name, factor = _RENAMED.get(key, (key, 1))
         today[name] = value if key == name or value is None else factor * value
     return today
-
-
-def _of_set(key: str) -> bool:
-    return key.startswith("eval/") and key.count("/") > 1
 
 
 def _rounded(value: Any) -> Any:

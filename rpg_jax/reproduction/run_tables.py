@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -129,7 +129,11 @@ def _scan(
     """Returns (the runs that choose the learning rates, or None if none do; the logs of those runs that failed)."""
     if not table.rates or not options.scan:
         return None, {}
-    _check_seeds(table.scan_seeds, options.seeds)
+    if shared := sorted({*table.scan_seeds} & {*options.seeds}):
+        raise ValueError(
+            f"seeds {', '.join(map(str, shared))} choose the learning rates and would be reported too: give others to "
+            "--seeds"
+        )
     scanned = table.scan()
     planned = results.missing(scanned.planned_runs(table.scan_seeds), kept)
     failed = _run(planned, options)
@@ -142,14 +146,6 @@ def _about(options: TableOptions) -> tuple[str, str, tuple[str, ...]]:
     """Command, hardware and overrides of a table's runs."""
     hardware = f"{options.jobs} at once on {cores()} CPU core{'s' * (cores() > 1)} ({platform.machine()})"
     return options.command, hardware, tuple(options.extra)
-
-
-def _check_seeds(chosen_with: Collection[int], reported: Collection[int]) -> None:
-    if shared := sorted({*chosen_with} & {*reported}):
-        raise ValueError(
-            f"seeds {', '.join(map(str, shared))} choose the learning rates and would be reported too: give others to "
-            "--seeds"
-        )
 
 
 def arguments(plan: PlannedRun, out: Path, extra: Sequence[str]) -> list[str]:
@@ -180,12 +176,6 @@ def check_config(plan: PlannedRun, out: Path, extra: Sequence[str]) -> None:
                 f"{out / 'runs' / plan.name} is of another config: {differing}. Undo the change of {plan.config}, or "
                 "choose another --out"
             )
-
-
-def steps_of(planned: Sequence[PlannedRun], out: Path) -> int:
-    """The number of steps of a run of this table; 0 before the first run has started."""
-    configs = (read_config(out / "runs" / plan.name) for plan in planned)
-    return next((int(config["train"]["steps"]) for config in configs if config), 0)
 
 
 def check_overrides(out: Path, extra: Sequence[str]) -> None:
@@ -227,7 +217,9 @@ def _run(planned: Sequence[PlannedRun], options: TableOptions) -> dict[str, Path
 
         def on_progress(steps: int, ended: int, running: list[str]) -> None:
             nonlocal printed
-            total = steps_of(planned, options.out) * len(planned)
+            configs = (read_config(options.out / "runs" / plan.name) for plan in planned)
+            each = next((int(config["train"]["steps"]) for config in configs if config), 0)  # 0: none has started
+            total = each * len(planned)
             text = f"{ended}/{len(planned)} runs; now {', '.join(running)}"
             progress.update(bar, completed=steps, total=total or None, description=text)
             if not progress.console.is_terminal and time.monotonic() - printed > LINE_SECONDS:

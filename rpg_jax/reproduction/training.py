@@ -29,7 +29,8 @@ def training_table(table: Table, rows: Rows) -> list[str]:
     lines, critics = [], []
     for row, by_seed in rows.items():
         texts = [_late(by_seed, panel.key, panel.scale) for panel in panels]
-        texts += [_reference(by_seed), f"{_completions(by_seed):,.0f}"]
+        generated = sum(run.spent("completions") for run in by_seed.values()) / len(by_seed)
+        texts += [_reference(by_seed), f"{generated:,.0f}"]
         lines.append([row, *texts, *difference(table, row, accuracy)])
         if (explained := _late(by_seed, "explained_variance")) != "–":
             critics.append(
@@ -77,11 +78,6 @@ def all_differences(table: Table, columns: Mapping[str, Mapping[str, Mapping[int
             found = [f"{column} {starred(over_starts(v, rows, compared))}" for column, v in columns.items()]
             parts.append(f"Over {len(rows)} starts, each the mean of its seeds, {name}: {', '.join(found)}.")
     return parts
-
-
-def _completions(by_seed: Mapping[int, Run]) -> float:
-    """Completions of a run, the mean over seeds."""
-    return sum(run.spent("completions") for run in by_seed.values()) / len(by_seed)
 
 
 def _reference(by_seed: Mapping[int, Run]) -> str:

@@ -254,11 +254,11 @@ def _demonstrations(config: ConfigDict, sets: Mapping[str, Sequence[data.Problem
     problems, _ = _without(sets, data.load(listed(sources), seed=config.seed, **_options(config))[0])
     shown = [p for p in problems if p.demonstrations]
     if not shown:
-        raise ValueError(f"warm_start.train={sources}: no row has a demonstration: {_HOW}")
+        raise ValueError(
+            f"warm_start.train={sources}: no row has a demonstration: give rows a `demonstration` or `completion`, or "
+            "`messages` that end with the assistant's"
+        )
     return shown
-
-
-_HOW = "give rows a `demonstration` or `completion`, or `messages` that end with the assistant's"
 
 
 def _options(config: ConfigDict) -> dict[str, Any]:

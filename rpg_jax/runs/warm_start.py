@@ -59,7 +59,10 @@ def warm_started(
     own_rollout = layout.config.rollout.max_tokens != experiment.config.rollout.max_tokens
     e = dataclasses.replace(experiment, layout=layout)
     batches = Demonstrations(e, e.config.warm_start.epochs)
-    folder = home(e.config) / cache_key(e.config, _read(e))
+    read = input_digests(e)
+    if e.config.model.path:
+        read["weights"] = files_digest(models.local_folder(e.config.model.path))
+    folder = home(e.config) / cache_key(e.config, read)
     cache = Snapshots(folder)
     if cache.exists(0):
         try:
@@ -216,11 +219,3 @@ def cache_key(config: ConfigDict, read: Mapping[str, str]) -> str:
         for name in names:
             del parts[section][name]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def _read(e: Experiment) -> dict[str, str]:
-    """The digests of what a warm start reads."""
-    found = input_digests(e)
-    if e.config.model.path:
-        found["weights"] = files_digest(models.local_folder(e.config.model.path))
-    return found

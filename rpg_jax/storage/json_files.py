@@ -12,7 +12,8 @@ def read_object(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(read_bytes(file))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged: {_reason(error)}. Copy it again from where it came") from error
+        reason = "its JSON is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise ValueError(f"{file} is damaged: {reason}. Copy it again from where it came") from error
     if not isinstance(value, dict):
         raise ValueError(f"{file} is damaged: it holds a {type(value).__name__}, not an object")
     return value
@@ -42,7 +43,3 @@ def finite(value: Any) -> Any:
 def dumps(value: Any, **options: Any) -> str:
     """The JSON of `finite(value)`; `options` are those of `json.dumps`."""
     return json.dumps(finite(value), ensure_ascii=False, allow_nan=False, **options)
-
-
-def _reason(error: Exception) -> str:
-    return "its JSON is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())

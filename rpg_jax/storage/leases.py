@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from etils import epath
 
@@ -164,15 +164,6 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
         return True
 
 
-class _Cell(Protocol):
-    """A file that a process can change only if it knows the present version. A missing file has version None."""
-
-    def read(self) -> tuple[bytes | None, Any]: ...
-
-    def swap(self, content: bytes | None, version: Any) -> Any:
-        """Writes `content` (None: deletes the file). Returns the new version, or None if `version` is out of date."""
-
-
 class _File:
     """A local cell: its version is its content, and a lock of the system guards the comparison."""
 
@@ -231,7 +222,12 @@ class _Object:
         return blob.generation
 
 
-def _cell(path: epath.Path) -> _Cell:
+def _cell(path: epath.Path) -> _File | _Object:
+    """A file that a process can change only if it knows the present version. A missing file has version None.
+
+    `swap` writes its content, or deletes the file if the content is None. It returns the new version, or None if the
+    given version is out of date.
+    """
     return _Object(str(path)) if in_bucket(path) else _File(Path(path))
 
 
