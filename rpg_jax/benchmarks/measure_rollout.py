@@ -33,43 +33,33 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, peers: Mapping[str, Peer] = MappingProxyType({})) -> Iterator[dict[str, Any]]:
-    """Returns the measurement. `peers`, by name, generate as many completions, in turn with the drivers."""
-    if arguments.repeats < 1:
-        raise ValueError(f"--repeats must be >= 1, got {arguments.repeats}")
-    yield bench_rollout(arguments.preset, arguments.repeats, {"threads": arguments.threads}, peers)
+    """One measurement: medians over --repeats for each driver of seconds, tokens/s, prefill and decode seconds, slot
+    occupancy. `peers`, by name, generate as many completions, in turn with the drivers.
 
-
-def bench_rollout(
-    preset: str,
-    repeats: int,
-    decoding: Mapping[str, Any],
-    peers: Mapping[str, Peer] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """Medians over `repeats` for each driver: seconds, tokens/s, prefill and decode seconds, slot occupancy.
-
-    `decoding` holds further fields of `Decoding`.
     The fields of the first driver, `orchestrator` where JetStream is installed, have no prefix. `peak_bytes` is the
     memory of this process.
     """
-    work = PRESETS[preset]
+    if arguments.repeats < 1:
+        raise ValueError(f"--repeats must be >= 1, got {arguments.repeats}")
+    work = PRESETS[arguments.preset]
     if jax.default_backend() == "cpu":
         cli.keep_buffers()  # as a run does
-    drivers, parameters = _drivers(work, decoding)
+    drivers, parameters = _drivers(work, arguments.threads)
     first = {name: _seconds(driver, work, 0) for name, driver in drivers.items()}
     usage = {name: dataclasses.replace(driver.usage) for name, driver in drivers.items()}
     seconds: dict[str, list[float]] = {name: [] for name in (*drivers, *peers)}
-    for repeat in range(repeats):
+    for repeat in range(arguments.repeats):
         for name, driver in drivers.items():
             seconds[name].append(_seconds(driver, work, repeat + 1))
         for name, peer in peers.items():
             seconds[name].append(_seconds_of(peer, work.tokens))
     others = {name: statistics.median(seconds[name]) for name in peers}
     result: dict[str, Any] = {
-        "preset": preset,
+        "preset": arguments.preset,
         "device": jax.devices()[0].device_kind,
         "parameters": parameters,
         "tokens": work.tokens,
-        **decoding,
+        "threads": arguments.threads,
     }
     for name in drivers:
         figures = _figures(work, first[name], seconds[name], usage[name], drivers[name].usage)
@@ -82,14 +72,14 @@ def bench_rollout(
         peers[name].close()
     for driver in drivers.values():
         driver.close()
-    return result
+    yield result
 
 
-def _drivers(work: Work, decoding: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+def _drivers(work: Work, threads: int) -> tuple[dict[str, Any], int]:
     """Makes every installed driver on one set of random weights; returns them by name, and the number of weights."""
     graphdef, params = models.init(work.model, param_dtype=work.dtype, compute_dtype=work.dtype)
     capacity = rollout.capacity(work.prompt_tokens, work.new_tokens)
-    how = rollout.Decoding(slots=work.slots, capacity=capacity, **decoding)
+    how = rollout.Decoding(slots=work.slots, capacity=capacity, threads=threads)
     there = [name for name in rollout.LOCAL_DRIVERS if rollout.find_driver(name) is rollout.DRIVERS[name]]
     drivers = {name: rollout.make_rollout(name, work.model, graphdef, params, how) for name in there}
     return drivers, sum(x.size for x in jax.tree.leaves(params))

@@ -51,13 +51,42 @@ def arguments(parser: cli.Parser) -> None:
 def run(
     arguments: argparse.Namespace, start_peer: Callable[[Subject], Peer] | None = None
 ) -> Iterator[list[dict[str, Any]]]:
-    """The measurements. `start_peer` starts another library, whose updates take turns with the first subject's."""
+    """A measurement of each setting.
+
+    `start_peer` starts another library, whose updates take turns with the first setting's. `ratio` is our first median
+    over the peer's.
+    """
     if arguments.repeats < 1:
         raise ValueError(f"--repeats must be >= 1, got {arguments.repeats}")
     settings = cli.settings(arguments.beside).items()
-    yield bench_step(
-        {name: subject.chosen(arguments, changes=own) for name, own in settings}, arguments.repeats, start_peer
-    )
+    subjects = {name: subject.chosen(arguments, changes=changes) for name, changes in settings}
+    contenders: list[Contender] = []
+    for number, (name, one) in enumerate(subjects.items(), 1):
+        progress(f"{one.name}, {name}: setting {number} of {len(subjects)}; {one.tokens} tokens; weights, compiling")
+        contenders.append(Contender(one, name, number == 1))
+    peer = start_peer(contenders[0].one) if start_peer else None
+    theirs: list[Mapping[str, Any]] = []
+    for repeat in range(arguments.repeats):
+        for turn in range(len(contenders)):
+            contenders[(repeat + turn) % len(contenders)].update()
+        if peer:
+            theirs.append(peer.work())
+        versus = f", torch {theirs[-1]['seconds']:.3f} s" if theirs else ""
+        ours = ", ".join(f"{contender.times[-1][0]:.3f} s" for contender in contenders)
+        progress(f"round {repeat + 1} of {arguments.repeats}: {ours}{versus}")
+    first = contenders[0].result()
+    results = [first, *(contender.result(first["seconds"]) for contender in contenders[1:])]
+    if peer:
+        peer.close()
+        seconds = [answer["seconds"] for answer in theirs]
+        first |= {
+            "torch_seconds": statistics.median(seconds),
+            "torch_seconds_min": min(seconds),
+            "torch_first_step_seconds": peer.first["first_step_seconds"],
+            "torch_peak_bytes": theirs[-1]["peak_bytes"],
+            "ratio": first["seconds"] / statistics.median(seconds),
+        }
+    yield results
 
 
 class Contender:
@@ -122,36 +151,3 @@ class Contender:
             "sync_bytes": int(bytes_on_a_device(memory.synced_params(layout, make_decoding(layout)))),
             "loss": float(self.metrics["loss"][0] / self.metrics["loss"][1]),
         }
-
-
-def bench_step(
-    subjects: Mapping[str, Subject], repeats: int, start_peer: Callable[[Subject], Peer] | None
-) -> list[dict[str, Any]]:
-    """A measurement of each subject. `ratio` is our first median over the peer's."""
-    contenders: list[Contender] = []
-    for number, (name, one) in enumerate(subjects.items(), 1):
-        progress(f"{one.name}, {name}: setting {number} of {len(subjects)}; {one.tokens} tokens; weights, compiling")
-        contenders.append(Contender(one, name, number == 1))
-    peer = start_peer(contenders[0].one) if start_peer else None
-    theirs: list[Mapping[str, Any]] = []
-    for repeat in range(repeats):
-        for turn in range(len(contenders)):
-            contenders[(repeat + turn) % len(contenders)].update()
-        if peer:
-            theirs.append(peer.work())
-        versus = f", torch {theirs[-1]['seconds']:.3f} s" if theirs else ""
-        ours = ", ".join(f"{contender.times[-1][0]:.3f} s" for contender in contenders)
-        progress(f"round {repeat + 1} of {repeats}: {ours}{versus}")
-    first = contenders[0].result()
-    results = [first, *(contender.result(first["seconds"]) for contender in contenders[1:])]
-    if peer:
-        peer.close()
-        seconds = [answer["seconds"] for answer in theirs]
-        first |= {
-            "torch_seconds": statistics.median(seconds),
-            "torch_seconds_min": min(seconds),
-            "torch_first_step_seconds": peer.first["first_step_seconds"],
-            "torch_peak_bytes": theirs[-1]["peak_bytes"],
-            "ratio": first["seconds"] / statistics.median(seconds),
-        }
-    return results
