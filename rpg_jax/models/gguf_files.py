@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tokenizers import normalizers, pre_tokenizers, processors
 
 from rpg_jax.models.config import DecoderConfig, Llama3
 from rpg_jax.models.hf_config import FAMILIES, parse_config
-from rpg_jax.models.hf_layout import INDEX, layout
+from rpg_jax.models.hf_layout import file_names, in_files, layout, write_index
 from rpg_jax.models.layers import llama3_divisors
 from rpg_jax.storage.files import cache_folder, write_atomically
 
@@ -66,7 +66,7 @@ def kept_folder(file: Path, *, weights: bool = True) -> Path:
     return target
 
 
-def convert(file: Path, folder: Path, *, weights: bool = True, report: Callable[[int, int], None] | None = None) -> int:
+def convert(file: Path, folder: Path, *, weights: bool = True) -> int:
     """Writes the model of a GGUF file into a folder that transformers loads too; returns the bytes of the weights.
 
     The package gguf dequantises the numbers to float32. Host memory holds one file of 1 GiB at a time, or one matrix if
@@ -74,7 +74,6 @@ def convert(file: Path, folder: Path, *, weights: bool = True, report: Callable[
 
     Args:
       weights: False writes config and tokenizer alone.
-      report: called with the bytes of weights that are written, and the bytes of all weights.
 
     Raises:
       ValueError: the package gguf is not installed, the file is damaged, or it has something that is not computed here,
@@ -82,7 +81,7 @@ def convert(file: Path, folder: Path, *, weights: bool = True, report: Callable[
     """
     reader = _opened(file)
     try:
-        metadata = _Metadata(reader)
+        metadata = {key: field.contents() for key, field in reader.fields.items()}
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         fields = _config_fields(metadata, tensors)
         config = parse_config(fields)
@@ -94,26 +93,10 @@ def convert(file: Path, folder: Path, *, weights: bool = True, report: Callable[
     folder.mkdir(parents=True, exist_ok=True)
     size = 0
     if weights:
-        size = _write_weights(file, folder, config, fields["model_type"], needed, report)
+        size = _write_weights(file, folder, config, fields["model_type"], needed)
     for name, content in (described | {"config.json": json.dumps(fields, indent=2) + "\n"}).items():
         write_atomically(folder / name, content)
     return size
-
-
-class _Metadata(Mapping):
-    """The key-value pairs of a GGUF file, each decoded when it is read."""
-
-    def __init__(self, reader: Any):
-        self._fields = reader.fields
-
-    def __getitem__(self, key: str) -> Any:
-        return self._fields[key].contents()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._fields)
-
-    def __len__(self) -> int:
-        return len(self._fields)
 
 
 def _opened(file: Path) -> Any:
@@ -210,39 +193,21 @@ def _gguf_name(name: str) -> str:
     return (f"blk.{layer[1]}." if layer else "") + f"{_NAMES[module]}.{kind}"
 
 
-def _write_weights(
-    file: Path,
-    folder: Path,
-    config: DecoderConfig,
-    family: str,
-    needed: Mapping[str, Any],
-    report: Callable[[int, int], None] | None,
-) -> int:
+def _write_weights(file: Path, folder: Path, config: DecoderConfig, family: str, needed: Mapping[str, Any]) -> int:
     """Writes safetensors, and an index where there are several files. Returns the bytes of all numbers."""
     sizes = {name: 4 * int(np.prod(tensor.shape)) for name, tensor in needed.items()}
-    files: list[list[str]] = [[]]
-    for name, size in sizes.items():
-        if files[-1] and sum(sizes[one] for one in files[-1]) + size > _FILE_BYTES:
-            files.append([])
-        files[-1].append(name)
-    owner: dict[str, str] = {}
-    written, total = 0, sum(sizes.values())
-    for number, names in enumerate(files, 1):
-        held, last = {}, f"model-{number:05d}-of-{len(files):05d}.safetensors"
+    parts = list(in_files(sizes, lambda name: sizes[name], _FILE_BYTES))
+    files = dict(zip(file_names(len(parts)), parts, strict=True))
+    for last, names in files.items():
+        held = {}
         for name in names:
             held[name] = _dequantised(file, needed[name])
             if family == "llama" and (which := re.search(r"\.([qk])_proj\.weight", name)):
                 held[name] = unpermuted(held[name], config.num_heads if which[1] == "q" else config.num_kv_heads)
-            written += sizes[name]
-            if report:
-                report(written, total)
-        last = last if len(files) > 1 else "model.safetensors"
         save_file(held, folder / f".{last}.partial", {"format": "pt"})
         (folder / f".{last}.partial").replace(folder / last)
-        owner |= dict.fromkeys(names, last)
-    if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": owner}
-        write_atomically(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
+    total = sum(sizes.values())
+    write_index(folder, {name: last for last, names in files.items() for name in names}, total)
     return total
 
 

@@ -1,10 +1,12 @@
 """The place of each parameter in a folder of Hugging Face safetensors: tensor names, shapes and permutations."""
 
 import dataclasses
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -12,11 +14,13 @@ from jax.sharding import PartitionSpec
 
 from rpg_jax.models.config import DecoderConfig
 from rpg_jax.models.decoder import abstract
+from rpg_jax.storage.files import write_atomically
 
 INDEX = "model.safetensors.index.json"
 DTYPES: Mapping[str, str] = MappingProxyType({"float32": "F32", "bfloat16": "BF16", "float16": "F16"})
 """The names of dtypes in safetensors."""
 
+Item = TypeVar("Item")
 Array = Any  # NumPy's or JAX's
 Index = tuple[slice, ...]
 
@@ -141,3 +145,28 @@ def layout(config: DecoderConfig, *, head: bool = False) -> list[Stored]:
         [embed] = (entry for entry in stored if entry.path == ("embed",))
         stored.append(dataclasses.replace(embed, name=table["lm_head"][0]))
     return stored
+
+
+def in_files(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+    """Consecutive items that share a file: of at most `limit` by their `size`, or one item alone."""
+    held: list[Item] = []
+    for item in items:
+        if held and sum(map(size, held)) + size(item) > limit:
+            yield held
+            held = []
+        held.append(item)
+    if held:
+        yield held
+
+
+def file_names(count: int) -> list[str]:
+    """The names of a folder's files of weights. A single file has a name of its own."""
+    several = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    return several if count > 1 else ["model.safetensors"]
+
+
+def write_index(folder: Path, owner: Mapping[str, str], size: int) -> None:
+    """Writes the index of the file of each tensor, and of the bytes of all tensors, if there are several files."""
+    if len(set(owner.values())) > 1:
+        index = {"metadata": {"total_size": size}, "weight_map": owner}
+        write_atomically(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -104,11 +104,8 @@ def load(
     Raises:
       ValueError: tensors are missing from the folder, or extra, of another shape or not finite; the message names them.
     """
-    stored, default = layout(config), jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    where = flatten_dict(shardings) if shardings is not None else {entry.path: default for entry in stored}
     with Folder(folder) as files:
-        check_tensors(files, stored, head_is_tied=config.tie_embeddings)
-        placed = {e.path: place(e, where[e.path], jnp.dtype(param_dtype), files) for e in stored}
+        placed = place_all(files, layout(config), param_dtype, shardings, head_is_tied=config.tie_embeddings)
     finite = jax.jit(lambda x: jnp.all(jnp.isfinite(x)))
     if wrong := [".".join(path) for path, x in placed.items() if not finite(x)]:
         raise ValueError(
@@ -154,7 +151,7 @@ def read(folder: Path | str, config: DecoderConfig) -> InHostMemory:
     """
     entries = layout(config)
     with Folder(folder) as files, ThreadPoolExecutor(_READERS) as pool:
-        check_tensors(files, entries, head_is_tied=config.tie_embeddings)
+        _check_tensors(files, entries, head_is_tied=config.tie_embeddings)
         places, found = files.places(), {}
         for entry in entries:
             dtypes = {places[name].dtype for _, name in entry.tensors()}
@@ -188,7 +185,7 @@ def _named_in(index: Path) -> list[str]:
     return sorted(set(names.values()))
 
 
-def check_tensors(files: Folder, stored: list[Stored], *, head_is_tied: bool = False) -> None:
+def _check_tensors(files: Folder, stored: list[Stored], *, head_is_tied: bool = False) -> None:
     """Raises ValueError unless a folder has the tensors of `stored`, and no others but the head of a tied model."""
     found = files.shapes()
     needed = {name: entry.tensor_shape for entry in stored for _, name in entry.tensors()}
@@ -214,7 +211,17 @@ def _check_tied(files: Folder, found: dict[str, tuple[int, ...]]) -> None:
         raise ValueError(f"config.json of {files.path} ties the embeddings, but {head} differs from {embed}")
 
 
-def place(entry: Stored, sharding: jax.sharding.Sharding, dtype, files: Folder) -> jax.Array:
+def place_all(
+    files: Folder, stored: list[Stored], dtype, shardings: Params | None, *, head_is_tied: bool = False
+) -> dict[tuple[str, ...], jax.Array]:
+    """The parameters by their paths, under `shardings` as in `load`. Raises ValueError as `_check_tensors`."""
+    _check_tensors(files, stored, head_is_tied=head_is_tied)
+    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    where = flatten_dict(shardings) if shardings is not None else {entry.path: default for entry in stored}
+    return {e.path: _placed(e, where[e.path], jnp.dtype(dtype), files) for e in stored}
+
+
+def _placed(entry: Stored, sharding: jax.sharding.Sharding, dtype, files: Folder) -> jax.Array:
     """The parameter under `sharding`; each distinct shard is read once and dropped before the next."""
     devices: dict[tuple, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(entry.shape).items():

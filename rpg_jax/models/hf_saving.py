@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rpg_jax.models.config import DecoderConfig
 from rpg_jax.models.decoder import Params
 from rpg_jax.models.hf_config import write_config
-from rpg_jax.models.hf_layout import DTYPES, INDEX, Stored, layout
+from rpg_jax.models.hf_layout import DTYPES, Stored, file_names, in_files, layout, write_index
 from rpg_jax.parallel import hosts
 from rpg_jax.storage.files import naming, write_atomically
 from rpg_jax.storage.json_files import read_object
@@ -82,11 +82,10 @@ class Saving:
         self._base, self._fields = base, dict(fields or {})
         blocks = _blocks(layout(config, head=head), min(_BLOCK_BYTES, max_file_bytes) // self._dtype.itemsize)
         self._parts = _divided(blocks, jax.process_count())
-        files = [list(_files(part, max_file_bytes // self._dtype.itemsize)) for part in self._parts]
-        total, number = sum(map(len, files)), itertools.count(1)
-        single = ["model.safetensors"]
-        named = [{f"model-{next(number):05d}-of-{total:05d}.safetensors": f for f in own} for own in files]
-        self._files = named if total > 1 else [dict(zip(single, own, strict=False)) for own in files]
+        limit = max_file_bytes // self._dtype.itemsize
+        files = [list(in_files(part, lambda block: block.size, limit)) for part in self._parts]
+        names = iter(file_names(sum(map(len, files))))
+        self._files = [{next(names): held for held in own} for own in files]
 
     def fetch(self, params: Params) -> Iterator[np.ndarray]:
         """The blocks of this process in host memory, in the dtype and order of the files. Runs on the main thread.
@@ -144,10 +143,8 @@ class Saving:
             for block in held
             for tensor in block.names
         }
-        if len(set(owner.values())) > 1:
-            size = sum(block.size for part in self._parts for block in part) * self._dtype.itemsize
-            record = {"metadata": {"total_size": size}, "weight_map": owner}
-            write_atomically(folder / INDEX, json.dumps(record, indent=2, sort_keys=True) + "\n")
+        numbers = sum(block.size for part in self._parts for block in part)
+        write_index(folder, owner, numbers * self._dtype.itemsize)
         kept = read_object(Path(self._base) / LAST) if self._base is not None else {}
         written = write_config(self._config, self._dtype.name, kept | self._fields)
         write_atomically(folder / LAST, json.dumps(written, indent=2) + "\n")
@@ -237,15 +234,3 @@ def _by_turns(parts: list[list[_Block]]) -> Iterator[tuple[int, _Block]]:
     """Yields (process, block) for every block. The processes take turns, so their copies to the host overlap."""
     for turn in itertools.zip_longest(*parts):
         yield from ((process, block) for process, block in enumerate(turn) if block is not None)
-
-
-def _files(blocks: list[_Block], limit: int) -> Iterator[list[_Block]]:
-    """Consecutive blocks that share a file of at most `limit` numbers."""
-    held: list[_Block] = []
-    for block in blocks:
-        if held and sum(one.size for one in held) + block.size > limit:
-            yield held
-            held = []
-        held.append(block)
-    if held:
-        yield held

@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.experimental import multihost_utils
 from safetensors import numpy as safetensors
 
 from rpg_jax.models.config import DecoderConfig
 from rpg_jax.models.decoder import Params, logical_axes
 from rpg_jax.models.hf_layout import Stored, layout
-from rpg_jax.models.hf_loading import Folder, check_tensors, place
+from rpg_jax.models.hf_loading import Folder, place_all
 from rpg_jax.models.weights import Adapted, Int8
+from rpg_jax.parallel import hosts
 from rpg_jax.storage.files import write_atomically
 from rpg_jax.storage.json_files import read_object
 
@@ -75,13 +75,7 @@ def adapted_matrices(config: DecoderConfig, lora: Lora) -> list[Stored]:
 
 def adapter_shapes(config: DecoderConfig, lora: Lora, dtype=jnp.float32) -> Params:
     """A `ShapeDtypeStruct` for every array of the adapters: a [*stack, *inputs, r] and b [*stack, r, *outputs]."""
-    found = {}
-    for entry in adapted_matrices(config, lora):
-        cut = entry.stacked + len(entry.groups[1])
-        found[*entry.path, "a"] = jax.ShapeDtypeStruct((*entry.shape[:cut], lora.rank), dtype)
-        b = (*entry.shape[: entry.stacked], lora.rank, *entry.shape[cut:])
-        found[*entry.path, "b"] = jax.ShapeDtypeStruct(b, dtype)
-    return unflatten_dict(found)
+    return unflatten_dict({one.path: jax.ShapeDtypeStruct(one.shape, dtype) for one in _layout(config, lora)})
 
 
 def adapter_axes(config: DecoderConfig, lora: Lora) -> Params:
@@ -175,10 +169,9 @@ def save_adapters(folder: Path | str, config: DecoderConfig, lora: Lora, adapter
     folder, leaves, held = Path(folder), flatten_dict(adapters), {}
     for entry in _layout(config, lora):
         for index, name in entry.tensors():
-            part = leaves[entry.path][index]
-            whole = part if part.is_fully_addressable else multihost_utils.process_allgather(part, tiled=True)
+            whole = hosts.gathered(leaves[entry.path][index])
             held[name] = np.ascontiguousarray(entry.write(np.asarray(whole, np.float32)))  # safetensors ignores strides
-    if jax.process_index() == 0:
+    if hosts.is_first():
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / WEIGHTS, safetensors.save(held, {"format": "pt"}))
         fields = {
@@ -208,11 +201,8 @@ def load_adapters(
     """
     folder = Path(folder)
     _check(folder, config, lora)
-    stored, default = _layout(config, lora), jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    where = flatten_dict(shardings) if shardings is not None else {entry.path: default for entry in stored}
     with Folder(folder, WEIGHTS) as files:
-        check_tensors(files, stored)
-        return unflatten_dict({e.path: place(e, where[e.path], jnp.dtype(dtype), files) for e in stored})
+        return unflatten_dict(place_all(files, _layout(config, lora), dtype, shardings))
 
 
 def _layout(config: DecoderConfig, lora: Lora) -> list[Stored]:
