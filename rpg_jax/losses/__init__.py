@@ -35,12 +35,12 @@ from rpg_jax.losses.calling import (
     token_loss,
     verl_form,
 )
+from rpg_jax.losses.completions import kl_baseline
 from rpg_jax.losses.declaration import LOSSES, Loss, Range, TokenLoss, declare_own_loss, find_loss
 from rpg_jax.losses.divergences import DIVERGENCES
 from rpg_jax.losses.logprobs import Cut, TokenNumbers, token_divergences, token_logprobs
 from rpg_jax.losses.methods import METHODS, Method, get_method
 from rpg_jax.losses.metrics import Metrics, divided, merge
-from rpg_jax.losses.regularized_pg import kl_baseline
 from rpg_jax.losses.sampler_correction import SAMPLER_CORRECTIONS, carried_ratio
 from rpg_jax.losses.tokens import PrefixKL, Tokens
 from rpg_jax.losses.values import explained_variance, gae, value_loss, value_metrics

@@ -12,7 +12,7 @@ log-variance loss ½ Var_old[R − β log r_x] (VarGrad, arXiv:2010.10436; traje
 baseline has the present log-ratios. `kl_baseline` has π_old's log-ratios, so weight 1 with it is biased off-policy.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.lax import stop_gradient
 from rpg_jax import masking
 from rpg_jax.losses.advantages import leave_one_out
 from rpg_jax.losses.declaration import KLCoef
-from rpg_jax.losses.divergences import Divergence
+from rpg_jax.losses.divergences import DIVERGENCES, Divergence
 from rpg_jax.losses.tokens import LARGEST_LOG_RATIO, PrefixKL, Tokens, bounded_exp
 
 
@@ -157,9 +157,15 @@ def prefix_kl(tokens: Tokens) -> PrefixKL:
 
 
 def kl_baseline(
-    divergence: Divergence, log_ratios: jax.Array, kl_coef: KLCoef, counted: jax.Array | None = None
+    log_ratios: jax.Array,
+    *,
+    counted: jax.Array | None = None,
+    divergence: str = "urkl",
+    kl_coef: KLCoef = 1e-4,
+    level: str = "token",
+    **_: Any,
 ) -> jax.Array:
-    """The KL's part of the leave-one-out baseline of the regularized return, to be added to an advantage.
+    """The KL's part of the leave-one-out baseline of the regularized return, where `rpg` gets no `group_ids`.
 
         β (a mean_{j≠i} log(π_old/π_ref)(x_j) + b − c)
 
@@ -170,11 +176,15 @@ def kl_baseline(
     Args:
       log_ratios: f[P, G], Σ_t log(π_old/π_ref) of each completion. Groups of one share one baseline.
       counted: bool[P, G], the completions that the update trains on, see `losses.advantages`; None: all.
+      divergence, kl_coef, level: as in `rpg`, whose other hyperparameters are not read.
 
     Returns:
-      f[P, G], to be added to the advantages; 0 where a completion is not counted.
+      f[P, G], to be added to the advantages; 0 where a completion is not counted. All are 0 for another level than
+      `sequence`, whose return has no KL.
     """
-    a, b, c = divergence.of_completions()
+    if level != "sequence":
+        return jnp.zeros_like(log_ratios)
+    a, b, c = DIVERGENCES[divergence].of_completions()
     shape = (1, -1) if log_ratios.shape[1] == 1 else log_ratios.shape
     rows, own = log_ratios.reshape(shape), None if counted is None else counted.reshape(shape)
     found = kl_coef * (a * (rows - leave_one_out(rows, own)).reshape(log_ratios.shape) + b - c)

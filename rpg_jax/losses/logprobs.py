@@ -314,11 +314,11 @@ def _vocab_shard(head, cut):
         return head, 0, head.shape[0]
     entries, parts = head.shape[0], math.prod(cut.mesh.shape[axis] for axis in cut.width)
     each = -(-entries // parts)
-    first = _index(cut.vocab, cut) * entries
+    first = lax.axis_index(cut.vocab) * entries
     if cut.width:
         head = jnp.pad(head, ((0, each * parts - entries), (0, 0)))
         head = lax.all_to_all(head, cut.width, split_axis=0, concat_axis=1, tiled=True)
-    own = _index(cut.width, cut) * each
+    own = lax.axis_index(cut.width) * each
     held = each if each * parts == entries else jnp.clip(entries - own, 0, each)
     return head, first + own, held
 
@@ -347,7 +347,7 @@ def _all_gather(x, cut):
 
 def _shard(x, cut):
     """This device's tokens: the inverse of `_all_gather`."""
-    return x if cut is None or not cut.width else x[_index(cut.width, cut)]
+    return x if cut is None or not cut.width else x[lax.axis_index(cut.width)]
 
 
 def _reduce_scatter(x, cut):
@@ -363,13 +363,6 @@ def _psum(x, cut):
 
 def _pmax(x, cut):
     return x if cut is None else lax.pmax(x, (*cut.vocab, *cut.width))
-
-
-def _index(axes, cut):
-    index = 0
-    for axis in axes:
-        index = index * cut.mesh.shape[axis] + lax.axis_index(axis)
-    return index
 
 
 def _split(x, chunks, axis):

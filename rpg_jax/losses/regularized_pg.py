@@ -280,25 +280,3 @@ def completion_surrogate(tokens: Tokens, divergence: Divergence, kl_coef: KLCoef
     log_w, log_rho = total(tokens.log_w), total(tokens.log_rho)
     length = jnp.maximum(total(jnp.ones_like(log_w)), 1)
     return (-bounded_exp(log_w) * mean(tokens.advantages) + kl_coef * divergence(log_w, log_rho)) / length
-
-
-def kl_baseline(
-    log_ratios: jax.Array,
-    *,
-    counted: jax.Array | None = None,
-    divergence: str = "urkl",
-    kl_coef: KLCoef = 1e-4,
-    level: str = "token",
-    **_: Any,
-) -> jax.Array:
-    """The KL's part of the baseline, f[P, G], which the advantages need where `rpg` gets no `group_ids`.
-
-    `completions.kl_baseline` for level `sequence`. 0 for the other levels, whose return has no KL.
-
-    Args:
-      log_ratios: f[P, G], Σ_t log(π_old/π_ref) of each completion.
-      counted: bool[P, G], the completions that the update trains on; None: all.
-    """
-    if level != "sequence":
-        return jnp.zeros_like(log_ratios)
-    return completions.kl_baseline(DIVERGENCES[divergence], log_ratios, kl_coef, counted)

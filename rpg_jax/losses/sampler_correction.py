@@ -14,7 +14,6 @@ with `level="sequence"` and `weight="product"`, needs `sequence`: a token's own 
 """
 
 import dataclasses
-import inspect
 import math
 from typing import Any, Literal
 
@@ -22,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from rpg_jax import masking
-from rpg_jax.losses.declaration import Declared, Table, lookup
+from rpg_jax.losses.declaration import Declared, Table, keywords, lookup
 from rpg_jax.losses.tokens import Tokens
 
 
@@ -122,7 +121,7 @@ def correct(tokens: Tokens, kind: str | None, **bounds: Any) -> Correction:
             raise ValueError(f"sampler_{[*given][0]} bounds a sampler_correction: name one, or leave the bound unset")
         return Correction(tokens, 1.0)
     function = lookup(SAMPLER_CORRECTIONS, "sampler_correction", kind).function
-    own = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    own = {name: parameter.default for name, parameter in keywords(function).items()}
     for name, value in given.items():
         if name not in own:
             raise ValueError(f"sampler_correction={kind!r} has no sampler_{name}; leave it unset (got {value})")

@@ -87,10 +87,7 @@ def _mix_sharded(x, weights, experts, gate, up, down, *, expert_axes, hidden_axe
     gate, up = (gathered(w, embed_axes, 1, x.dtype) for w in (gate, up))
     down = gathered(down, embed_axes, 2, x.dtype)
     shared = tuple(axis for axis in expert_axes if axis in token_axes)
-    first: jax.Array | int = 0
-    for axis in expert_axes:
-        first = first * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
-    first = first * gate.shape[0]
+    first = jax.lax.axis_index(expert_axes) * gate.shape[0]
     if shared:
         x, weights, experts = (jax.lax.all_gather(y, shared, axis=0, tiled=True) for y in (x, weights, experts))
     out = _mix(x, weights, experts, gate, up, down, first)

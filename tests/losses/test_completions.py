@@ -440,7 +440,7 @@ def test_packing_padding_and_split_groups_change_nothing(level, weight):
     np.testing.assert_allclose(gradient(padded, **more)[:12, :length], plain, **EXACT)
     if grouped:  # the advantages hold the baseline: groups may be split over micro-batches
         log_ratios = jnp.sum((old - ref) * mask, axis=1).reshape(3, 4)
-        baseline = completions.kl_baseline(DIVERGENCES["js"], log_ratios, KL_COEF).reshape(12, 1)
+        baseline = losses.kl_baseline(log_ratios, divergence="js", kl_coef=KL_COEF, level="sequence").reshape(12, 1)
         arrays["advantages"] = arrays["advantages"] + baseline
         split = [gradient({name: x[part] for name, x in arrays.items()}) for part in (slice(0, 6), slice(6, 12))]
         np.testing.assert_allclose(np.concatenate(split), plain, **EXACT)
@@ -448,8 +448,8 @@ def test_packing_padding_and_split_groups_change_nothing(level, weight):
 
 def test_one_completion_a_prompt_takes_the_batch_as_its_group():
     log_ratios = jnp.asarray([[1.0], [2.0], [6.0]])
-    d = DIVERGENCES["rkl"]
-    np.testing.assert_allclose(completions.kl_baseline(d, log_ratios, 0.5), [[2.5], [2.25], [1.25]], **EXACT)
+    baseline = losses.kl_baseline(log_ratios, divergence="rkl", kl_coef=0.5, level="sequence")
+    np.testing.assert_allclose(baseline, [[2.5], [2.25], [1.25]], **EXACT)
     tokens = checked(
         logprobs=jnp.zeros((3, 1)),
         behaviour_logprobs=log_ratios,
@@ -460,7 +460,8 @@ def test_one_completion_a_prompt_takes_the_batch_as_its_group():
         completion_ids=None,
         group_ids=jnp.arange(3),
     )
-    np.testing.assert_allclose(completions.grouped_kl_baseline(tokens, d, 0.5), [[2.5], [2.25], [1.25]], **EXACT)
+    grouped = completions.grouped_kl_baseline(tokens, DIVERGENCES["rkl"], 0.5)
+    np.testing.assert_allclose(grouped, baseline, **EXACT)
 
 
 @pytest.mark.parametrize(
