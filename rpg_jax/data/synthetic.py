@@ -91,13 +91,9 @@ class Arithmetic:
             return operator == "-" and a < b
         return name == "held out" or (operator != "*" and _carries(a, operator, b) >= self.digits - 1)
 
-    def target(self, problem: Problem) -> str:
-        """The completion that a supervised warm start imitates, without the stop token."""
-        return problem.answer
-
     def examples(self, problems: Iterable[Problem]) -> list[tuple[str, str]]:
-        """(prompt, target completion) pairs for the supervised warm start."""
-        return [(problem.prompt, self.target(problem)) for problem in problems]
+        """(prompt, target completion) pairs for the supervised warm start. A target has no stop token."""
+        return [(problem.prompt, problem.answer) for problem in problems]
 
     def texts(self) -> Iterator[str]:
         """A small corpus with every character that the task can write, for training a tokenizer."""
@@ -120,7 +116,7 @@ class Arithmetic:
     def _problem(self, code: int, prompt_id: int) -> Problem:
         index, a, b = self._operands(code)
         operator = self.operators[index]
-        answer = str({"+": a + b, "-": a - b, "*": a * b}[operator])
+        answer = str(_value(a, operator, b))
         return Problem(
             prompt_id=prompt_id,
             prompt=f"{a}{operator}{b}=",

@@ -1,17 +1,12 @@
 """The mesh, and the table from logical to mesh axes."""
 
-from rpg_jax.parallel.mesh import MESH_AXES, make_mesh, mesh_sizes
-from rpg_jax.parallel.rules import RULES, Rules, activate, override, parse_rules, shardings, shards
-
-__all__ = [
-    "MESH_AXES",
-    "RULES",
-    "Rules",
-    "activate",
-    "make_mesh",
-    "mesh_sizes",
-    "override",
-    "parse_rules",
-    "shardings",
-    "shards",
-]
+from rpg_jax.parallel.mesh import MESH_AXES as MESH_AXES
+from rpg_jax.parallel.mesh import make_mesh as make_mesh
+from rpg_jax.parallel.mesh import mesh_sizes as mesh_sizes
+from rpg_jax.parallel.rules import RULES as RULES
+from rpg_jax.parallel.rules import Rules as Rules
+from rpg_jax.parallel.rules import activate as activate
+from rpg_jax.parallel.rules import override as override
+from rpg_jax.parallel.rules import parse_rules as parse_rules
+from rpg_jax.parallel.rules import shardings as shardings
+from rpg_jax.parallel.rules import shards as shards

@@ -95,7 +95,8 @@ def all_gather_bytes(value: bytes) -> list[bytes]:
     """The `value` of every process, in the order of the processes. Lengths may differ."""
     if jax.process_count() == 1:
         return [value]
-    said = _exchanged(b"v" + value if len(value) <= _SMALL else b"s%d" % len(value))  # the value, or only its size
+    small = len(value) <= _SMALL
+    said = _main.all_gather_bytes(b"v" + value if small else b"s%d" % len(value))  # the value, or only its size
     if all(one.startswith(b"v") for one in said):
         return [one[1:] for one in said]
     return _over_devices(value, [len(one) - 1 if one.startswith(b"v") else int(one[1:]) for one in said])
@@ -127,12 +128,7 @@ _drawn: list[str] = []  # the key of the last counter
 
 def pmax(value: int) -> int:
     """The largest `value` of any process."""
-    return value if jax.process_count() == 1 else max(map(int, _exchanged(b"%d" % value)))
-
-
-def _exchanged(value: bytes) -> list[bytes]:
-    """The small `value` of every process, through the coordination service."""
-    return _main.all_gather_bytes(value)
+    return max(map(int, _main.all_gather_bytes(b"%d" % value)))
 
 
 class Exchange:

@@ -53,10 +53,8 @@ def source_digests(path: str, handed: Any = None) -> dict[str, str]:
     Code without a source has no digest.
     """
     if handed is not None:
-        while isinstance(handed, functools.partial):
-            handed = handed.func
         try:
-            source = inspect.getsource(handed if hasattr(handed, "__qualname__") else type(handed))
+            source = inspect.getsource(_definition(handed))
         except (OSError, TypeError):  # typed into an interpreter, or written in C
             return {}
         return {path: hashlib.sha256(source.encode()).hexdigest()}
@@ -123,10 +121,15 @@ def name_of(function: Callable[..., Any], kind: str = "reward") -> str:
     if kind != "environment" and not callable(function):
         part = " of a part" if kind == "reward" else ""
         raise ValueError(f"a {kind} is a function or the name{part}, got {type(function).__name__}")
-    while isinstance(function, functools.partial):
-        function = function.func
-    named = function if hasattr(function, "__qualname__") else type(function)
+    named = _definition(function)
     return f"{named.__module__}:{named.__qualname__}"
+
+
+def _definition(given: Any) -> Any:
+    """The function itself, the function that `functools.partial` wraps, or the class of another object."""
+    while isinstance(given, functools.partial):
+        given = given.func
+    return given if hasattr(given, "__qualname__") else type(given)
 
 
 def named(rewards: Callable[..., Any] | str | Mapping[Any, float]) -> tuple[dict[str, float], dict[str, Callable]]:
@@ -196,7 +199,8 @@ class InProcess:
     def verdicts(self, calls: Sequence[tuple[Callable[..., Any], Task]]) -> list[Verdict]:
         """One verdict per call, in their order. An async call that takes longer than the deadline is cancelled."""
         awaited = [i for i, (function, _) in enumerate(calls) if is_async(function)]
-        found = dict(zip(awaited, self._await([calls[i] for i in awaited]), strict=True)) if awaited else {}
+        begun = {i: self.submit(*calls[i]) for i in awaited}
+        found = {i: future.result() for i, future in begun.items()}
         return [found[i] if i in found else _called(*call) for i, call in enumerate(calls)]
 
     def close(self) -> None:
@@ -213,9 +217,6 @@ class InProcess:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=_run, args=(self._loop,), name="rewards", daemon=True).start()
         return asyncio.run_coroutine_threadsafe(_awaited(function, task, self._deadline_s), self._loop)
-
-    def _await(self, calls: Sequence[tuple[Callable[..., Any], Task]]) -> list[Verdict]:
-        return [begun.result() for begun in [self.submit(*call) for call in calls]]
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

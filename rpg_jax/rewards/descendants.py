@@ -40,11 +40,11 @@ def keep() -> None:
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     child = os.fork()
     if child:
-        _release_pipes()
+        release_pipes()
         _watch(child, trainer, namespace)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # in case that the keeper is killed
     if namespace and (verifier := os.fork()):  # this is process 1 of the namespace, and all others end with it
-        _release_pipes()
+        release_pipes()
         while (ended := os.wait())[0] != verifier:
             pass
         os._exit(_exit_code(ended[1]))
@@ -106,7 +106,7 @@ def _exit_code(status: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _release_pipes() -> None:
+def release_pipes() -> None:
     """Closes this process's copies of a verifier's pipes. Their reader then notices when the verifier ends."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):

@@ -27,16 +27,12 @@ def countdown(completion: str, answer: str) -> float:
         return 0.0
     try:
         tokens = _tokens("".join(found[-1]))
-        # Both checks come before the calculation. They keep fractions as small as the game's own numbers allow. They
-        # also keep the nesting below half of `MAX_CHARACTERS`, a depth that Python's recursion limit allows.
-        if tokens.count("(") != tokens.count(")"):
-            return 0.0
+        # Before the calculation, to keep fractions as small as the game's own numbers allow.
         if sorted(int(t) for t in tokens if t.isdigit()) != sorted(game["numbers"]):
             return 0.0
-        value, end = _sum(tokens, 0)
+        return float(_value(tokens) == game["target"])
     except (_NotAnExpression, ZeroDivisionError):
         return 0.0
-    return float(end == len(tokens) and value == game["target"])
 
 
 def evaluate(text: str) -> Fraction:
@@ -49,18 +45,13 @@ def evaluate(text: str) -> Fraction:
         signs = [i for i, t in enumerate(tokens) if t == "-" and (i == 0 or tokens[i - 1] in _BEFORE_SIGN)]
         for i in signs:
             tokens[i] = _SIGN
-        if tokens.count("(") != tokens.count(")"):
-            raise _NotAnExpression
-        value, end = _sum(tokens, 0)
-        if end < len(tokens):
-            raise _NotAnExpression
+        return _value(tokens)
     except _NotAnExpression:
         raise ValueError(
             f"not an expression of numbers, + - * / and parentheses, of at most {MAX_CHARACTERS} characters"
         ) from None
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
-    return value
 
 
 def last_expression(completion: str) -> str | None:
@@ -87,6 +78,16 @@ def _tokens(text: str, token: re.Pattern[str] = _TOKEN) -> list[str]:
         tokens.append(match[1])
         position = match.end()
     return tokens
+
+
+def _value(tokens: list[str]) -> Fraction:
+    # Before the calculation, to keep the nesting below half of `MAX_CHARACTERS`: Python's recursion limit allows that.
+    if tokens.count("(") != tokens.count(")"):
+        raise _NotAnExpression
+    value, end = _sum(tokens, 0)
+    if end < len(tokens):
+        raise _NotAnExpression
+    return value
 
 
 def _sum(tokens: list[str], at: int) -> tuple[Fraction, int]:

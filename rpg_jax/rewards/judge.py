@@ -196,13 +196,10 @@ class Judge:
             if key:
                 said = said.replace(key, "…")
             raise Failed("status", f"HTTP {error.code}: {said}", again=error.code in _AGAIN, after=seconds) from error
-        except TimeoutError as error:
-            raise Failed("timeout", f"no reply in judge.deadline_seconds={self.server.deadline_seconds:g}") from error
-        except (OSError, http.client.HTTPException) as error:  # a URLError is an OSError
-            if isinstance(getattr(error, "reason", None), TimeoutError):
-                raise Failed(
-                    "timeout", f"no reply in judge.deadline_seconds={self.server.deadline_seconds:g}"
-                ) from error
+        except (OSError, http.client.HTTPException) as error:
+            if isinstance(getattr(error, "reason", error), TimeoutError):  # itself, or the reason of a URLError
+                late = f"no reply in judge.deadline_seconds={self.server.deadline_seconds:g}"
+                raise Failed("timeout", late) from error
             raise Failed("unreachable", f"{self._url}: {error}", again=True) from error
         except ValueError as error:
             raise Failed("status", f"the reply is no JSON: {content[:80]!r}") from error

@@ -43,7 +43,8 @@ def main() -> None:
     signal.setitimer(signal.ITIMER_REAL, 2 * setup["startup_s"])
     tasks = os.fdopen(os.dup(0), "r", encoding="utf-8")
     verdicts = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    _silence()
+    descendants.release_pipes()  # verifiers print to nobody; `tasks` and `verdicts` have file descriptors of their own
+    logging.disable(logging.CRITICAL)
     try:
         made = {path: load(path, "environment")(**options) for path, options in setup["made"].items()}
         functions = {path: load_function(path, names, made) for path, names in setup["functions"].items()}
@@ -93,14 +94,6 @@ def _judge(function: Callable[..., Any], task: dict[str, Any]) -> dict[str, Any]
 def _write(file, message: dict[str, Any]) -> None:
     file.write(json.dumps(message) + "\n")
     file.flush()
-
-
-def _silence() -> None:
-    """Discards what verifiers print; the pipes of the protocol keep file descriptors of their own."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(nowhere, fd)
-    logging.disable(logging.CRITICAL)
 
 
 def _confine(memory_bytes: int) -> None:
