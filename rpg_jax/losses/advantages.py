@@ -176,7 +176,6 @@ def advantages(
     rewards: ArrayLike,
     *,
     lengths: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
     parts: ArrayLike | None = None,
     part_weights: Sequence[float] | None = None,
     counted: ArrayLike | None = None,
@@ -187,7 +186,6 @@ def advantages(
       name: a name of `ADVANTAGES`.
       rewards: f[P, G], one a completion.
       lengths: i32[P, G], the trained tokens of each completion. Only the whitened advantages read the lengths.
-      mask: [P, G, T], nonzero at a token that the update trains on. A mask takes the place of `lengths`.
       parts, part_weights: f[P, G, N] and N weights. The weighted sum of the parts is the reward. Only `gdpo` reads the
         parts; without `parts` the reward is the only part.
       counted: bool[P, G], the completions that the update trains on; None: all. Other completions have advantage 0, and
@@ -198,15 +196,16 @@ def advantages(
       f32[P, G] (f64 for f64 rewards), one advantage for all tokens of a completion. No gradient.
 
     Raises:
-      ValueError: an unknown name, an advantage from a critic, a wrong shape, a whitened advantage without `lengths` or
-        `mask`, or `counted` for an advantage that cannot leave a completion out.
+      ValueError: an unknown name, an advantage from a critic, a wrong shape, a whitened advantage without `lengths`,
+        or `counted` for an advantage that cannot leave a completion out.
     """
     declared = _of_rewards(name)
     rewards = jnp.asarray(rewards)
     rewards = jax.lax.stop_gradient(rewards.astype(jnp.promote_types(rewards.dtype, jnp.float32)))
     if rewards.ndim != 2:
         raise ValueError(f"rewards must be [prompts, completions of a prompt], got shape {rewards.shape}")
-    lengths = _lengths(rewards, lengths, mask)
+    if lengths is not None and jnp.shape(lengths) != rewards.shape:
+        raise ValueError(f"lengths must have the shape of rewards {rewards.shape}, got {jnp.shape(lengths)}")
     left_out: dict[str, jax.Array] = {}
     if counted is not None:
         counted = _compared(rewards, counted)
@@ -223,7 +222,7 @@ def advantages(
     elif not declared.takes("lengths"):
         found = declared.function(rewards, **left_out)
     elif lengths is None:
-        raise ValueError(f"{name} averages over tokens: give lengths [P, G] or mask [P, G, T]")
+        raise ValueError(f"{name} averages over tokens: give lengths [P, G]")
     else:
         found = declared.function(rewards, jnp.asarray(lengths), **left_out)
     if jnp.shape(found) != rewards.shape:
@@ -248,20 +247,6 @@ def _compared(rewards: jax.Array, counted: ArrayLike) -> jax.Array:
     if counted.shape != rewards.shape:
         raise ValueError(f"counted must have the shape of rewards {rewards.shape}, got {counted.shape}")
     return counted & (_counts(counted) > min(1, rewards.shape[1] - 1))
-
-
-def _lengths(rewards: jax.Array, lengths: ArrayLike | None, mask: ArrayLike | None) -> ArrayLike | None:
-    """`lengths`, or the lengths that `mask` has, or None. Raises ValueError for both or for a wrong shape."""
-    if lengths is not None and mask is not None:
-        raise ValueError("give lengths or mask, not both")
-    if mask is not None:
-        mask = jnp.asarray(mask)
-        if mask.ndim != 3:
-            raise ValueError(f"mask must be [prompts, completions, tokens], got shape {mask.shape}")
-        lengths = jnp.sum(mask != 0, axis=-1)
-    if lengths is not None and jnp.shape(lengths) != rewards.shape:
-        raise ValueError(f"lengths must have the shape of rewards {rewards.shape}, got {jnp.shape(lengths)}")
-    return lengths
 
 
 def _parts(

@@ -140,14 +140,13 @@ def hub_address(name: str) -> str:
     return places.get(name.partition("-")[0], f"Qwen/{name}")
 
 
-def parameter_count(config: DecoderConfig, *, active: bool = False) -> int:
-    """The number of weights; with `active`, of the weights that one token's forward pass uses (k of E experts)."""
+def parameter_count(config: DecoderConfig) -> int:
+    """The number of weights."""
     D, H = config.embed_dim, config.head_dim
     attention = 2 * D * config.num_heads * H + 2 * D * config.num_kv_heads * H
     attention += (config.num_heads + 2 * config.num_kv_heads) * H * config.qkv_bias + 2 * H * config.qk_norm
     if config.experts:
-        counted = config.experts.per_token if active else config.experts.count
-        mlp = D * config.experts.count + counted * 3 * D * config.experts.hidden_dim
+        mlp = config.experts.count * (D + 3 * D * config.experts.hidden_dim)
     else:
         mlp = 3 * D * config.hidden_dim
     embeddings = config.vocab_size * D * (1 if config.tie_embeddings else 2)

@@ -13,7 +13,6 @@ from rpg_jax.losses import ADVANTAGES, LEARNED_ADVANTAGES, advantages
 
 REWARDS = np.array([[1.0, -1.0, 0.5], [0.0, 0.0, 0.0], [2.0, 2.0, -1.0]], np.float32)
 LENGTHS = np.array([[2, 1, 3], [4, 1, 1], [1, 0, 2]])
-MASK = np.arange(5) < LENGTHS[..., None]
 
 
 def test_leave_one_out_subtracts_the_mean_of_the_others():
@@ -84,13 +83,6 @@ def test_maxrl_is_unbiased_for_the_first_terms_of_the_log_likelihoods_gradient(s
 def test_whitened_advantages_have_mean_zero_and_variance_one_over_tokens(name):
     tokens = np.repeat(np.asarray(advantages(name, REWARDS, lengths=LENGTHS)).ravel(), LENGTHS.ravel())
     np.testing.assert_allclose([tokens.mean(), tokens.var(ddof=1)], [0, 1], atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_a_mask_is_another_way_to_give_lengths(name):
-    np.testing.assert_array_equal(
-        advantages(name, REWARDS, mask=jnp.asarray(MASK)), advantages(name, REWARDS, lengths=LENGTHS)
-    )
 
 
 @pytest.mark.parametrize("name", ["whitened_returns", "whitened_group_mean"])

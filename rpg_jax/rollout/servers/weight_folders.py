@@ -7,14 +7,14 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 
-from rpg_jax.models import Base
+from rpg_jax.models import Base, Saving
 from rpg_jax.parallel import hosts
 from rpg_jax.rollout.servers.balance import Loadable
 from rpg_jax.rollout.servers.protocol import Probe
@@ -22,14 +22,6 @@ from rpg_jax.rollout.weights import Params, RolloutError, Weights, weights_check
 from rpg_jax.storage import errors
 
 _LAST = "config.json"
-
-
-class Store(Protocol):
-    """Writes a version of the weights, each process its own part; see `models.Saving`."""
-
-    def fetch(self, params: Params) -> Iterable[np.ndarray]: ...
-    def write(self, folder: Path, blocks: Sequence[np.ndarray]) -> int: ...
-    def complete(self, folder: Path) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,7 +52,7 @@ class WeightFolders(Weights):
     Args:
       params: the trainer's weights, version 0.
       home: a folder that all processes write and all servers read, under the same path. Each run has its own.
-      store: writes into a folder.
+      saving: writes a version of the weights into a folder, each process its own part.
       use: receives each folder that servers load from now on.
       dtype: the dtype of the weights in the folder; None for the dtype of `params`.
       base: the frozen weights, if `params` are adapters; the folder has both, merged.
@@ -71,14 +63,14 @@ class WeightFolders(Weights):
         self,
         params: Params,
         home: Path,
-        store: Store,
+        saving: Saving,
         use: Callable[[Loadable], None],
         *,
         dtype: Any = None,
         base: Base | None = None,
         probe: Callable[[Params], Probe] | None = None,
     ):
-        self._home, self._store, self._use, self._probe = home, store, use, probe
+        self._home, self._saving, self._use, self._probe = home, saving, use, probe
         self._exchange = hosts.Exchange()
         self._alive = weakref.WeakSet[PendingFolder]()  # the folders that may be synced, because a caller holds them
         self._last: PendingFolder | None = None
@@ -90,14 +82,14 @@ class WeightFolders(Weights):
     def stage(self, params: Params) -> PendingFolder:  # type: ignore[override]  # on no device
         """Copies this process's part to host memory, and begins to write it. All processes call it, on the main thread.
 
-        During the copy the devices hold all weights once more, in `dtype`, split as the trainer's weights are. `Store`
+        During the copy the devices hold all weights once more, in `dtype`, split as the trainer's weights are. `Saving`
         says how much memory it needs besides.
         """
         began = time.perf_counter()
         converted = self._converted(params)
         checksum = weights_checksum(converted)
         if self._last is None or self._last.checksum != checksum:
-            blocks, before = list(self._store.fetch(converted)), self._last and self._last.folder
+            blocks, before = list(self._saving.fetch(converted)), self._last and self._last.folder
             self._last = PendingFolder(checksum, Future(), None if self._probe is None else self._probe(converted))
             self._alive.add(self._last)
             # A daemon: where another process never comes, this one must be able to end.
@@ -205,12 +197,12 @@ class WeightFolders(Weights):
             if other.name not in keep:
                 (other / _LAST).unlink(missing_ok=True)  # first: a folder without config.json is not complete
                 shutil.rmtree(other, ignore_errors=True)
-        written = errors.retried(lambda: self._store.write(folder, blocks), folder) if blocks else 0
+        written = errors.retried(lambda: self._saving.write(folder, blocks), folder) if blocks else 0
         return {"bytes": written, "seconds": time.perf_counter() - began}
 
     def _complete(self, folder: Path) -> dict[str, Any]:
         if hosts.is_first():
-            self._store.complete(folder)
+            self._saving.complete(folder)
         return {}
 
 
