@@ -181,7 +181,7 @@ def _decode(implementation: str, dtype: str, *, S: int, C: int, N: int, K: int, 
 
     @jax.jit
     def step(cache, q, k, v):
-        return decode_attention(cache, implementation=implementation)(q, k, v, jnp.int32(1))
+        return decode_attention(cache, ragged=implementation == "ragged")(q, k, v, jnp.int32(1))
 
     return functools.partial(step, _cache(dtype, S, C, K, H), *tokens)
 
@@ -189,7 +189,7 @@ def _decode(implementation: str, dtype: str, *, S: int, C: int, N: int, K: int, 
 def _append(implementation: str, dtype: str, *, S: int, C: int, N: int, K: int, H: int) -> Step:
     """Writes of one token a slot, in place, each at the lengths that the write before left."""
     cache, (k, v) = _cache(dtype, S, C, K, H), _normal(dtype, (2, S, K, H), (2, S, K, H))
-    append = jax.jit(functools.partial(KVCache.append, implementation=implementation), donate_argnums=0)
+    append = jax.jit(functools.partial(KVCache.append, ragged=implementation == "ragged"), donate_argnums=0)
 
     def step():
         nonlocal cache

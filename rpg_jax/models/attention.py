@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from rpg_jax.models.kv_cache import KVCache, decode_implementation
+from rpg_jax.models.kv_cache import KVCache
 from rpg_jax.models.logical import constrain, in_own_shard, mesh_axes, partition_spec, platform, shards
 from rpg_jax.models.ragged import ragged_attention
 from rpg_jax.models.splash import splash_attention
@@ -157,7 +157,7 @@ def _extend_attend(q, k, v, cache, layer, slots, starts) -> jax.Array:
 
 
 def decode_attention(
-    cache: KVCache, *, attend_length: int | None = None, implementation: str = "auto"
+    cache: KVCache, *, attend_length: int | None = None, ragged: bool = False
 ) -> Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]:
     """A function (q, k, v, layer) in which one new token per slot attends to the cached tokens and to itself.
 
@@ -165,10 +165,10 @@ def decode_attention(
     returns [S, N, H] in q's dtype. Entries at or past `cache.lengths` are ignored.
 
     Args:
-      attend_length: a promise that no length is larger; "xla" then reads only so many tokens of a slot.
-      implementation: "xla"; "ragged", a TPU kernel that reads only the filled part of each slot; or "auto".
+      attend_length: a promise that no length is larger; without `ragged`, only so many tokens of a slot are read.
+      ragged: by a TPU kernel that reads only the filled part of each slot.
     """
-    if decode_implementation(implementation) == "ragged":
+    if ragged:
         return ragged_attention(cache.keys, cache.values, cache.lengths, cache.scales)
     limit = cache.capacity if attend_length is None else attend_length
 

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from rpg_jax.models.attention import IMPLEMENTATIONS, attention, decode_attention, extend_attention, layer_attention
 from rpg_jax.models.config import DecoderConfig
-from rpg_jax.models.kv_cache import KVCache, decode_implementation
+from rpg_jax.models.kv_cache import KVCache
 from rpg_jax.models.layers import Block, rms_norm, rope_tables
 from rpg_jax.models.logical import constrain, platform
 from rpg_jax.models.projections import lookup
@@ -163,8 +163,8 @@ class Decoder(nnx.Module):
         axes = ("slots", None)
         table = rope_tables(self.config, cache.lengths[:, None])
         graphdef, weights = nnx.split(self.layers)
-        implementation = self.decode_attention
-        over_cache = decode_attention(cache, attend_length=limit, implementation=implementation)
+        ragged = self.decode_attention == "ragged"
+        over_cache = decode_attention(cache, attend_length=limit, ragged=ragged)
 
         def layer(x, inputs):
             weights, index = inputs
@@ -178,7 +178,7 @@ class Decoder(nnx.Module):
         # The cache is only read inside the scan; carrying it would copy it at every layer.
         inputs = (weights, jnp.arange(self.config.num_layers))
         x, (k, v, experts) = jax.lax.scan(layer, self._embed(tokens[:, None], axes), inputs)
-        cache = cache.append(k, v, active=active, implementation=implementation)
+        cache = cache.append(k, v, active=active, ragged=ragged)
         return self._final(x)[:, 0], cache, None if experts is None else self._numbered(experts[:, :, 0].swapaxes(0, 1))
 
     def _decode_unrolled(
@@ -213,8 +213,8 @@ class Decoder(nnx.Module):
 
     @property
     def decode_attention(self) -> str:
-        """The name in `kv_cache.DECODE_IMPLEMENTATIONS` that goes with `attention` on the program's platform."""
-        return decode_implementation({"auto": "auto", "splash": "ragged"}.get(self.attention, "xla"))
+        """How tokens are decoded: by "ragged" kernels with "splash", and on a TPU with "auto"; else by "xla"."""
+        return "ragged" if self.attention == "splash" or (self.attention, platform()) == ("auto", "tpu") else "xla"
 
     def full_precision(self) -> contextlib.AbstractContextManager:
         """A context in which products of float32 matrices are exact to float32, if this model computes in float32.

@@ -15,19 +15,6 @@ from rpg_jax.models.config import DecoderConfig
 from rpg_jax.models.logical import in_own_shard, partition_spec, platform
 from rpg_jax.models.ragged import LANES, ragged_append
 
-DECODE_IMPLEMENTATIONS = ("auto", "xla", "ragged")
-
-
-def decode_implementation(name: str) -> str:
-    """The implementation called `name`; "auto" follows the platform that the program is compiled for.
-
-    Raises:
-      ValueError: the name is unknown.
-    """
-    if name not in DECODE_IMPLEMENTATIONS:
-        raise ValueError(f"unknown decode attention {name!r}; known: {', '.join(DECODE_IMPLEMENTATIONS)}")
-    return {"tpu": "ragged"}.get(platform(), "xla") if name == "auto" else name
-
 
 @flax.struct.dataclass
 class KVCache:
@@ -131,9 +118,11 @@ class KVCache:
         return KVCache(keys, values, self.lengths, tuple(scales))
 
     def append(
-        self, keys: jax.Array, values: jax.Array, *, active: jax.Array | None = None, implementation: str = "auto"
+        self, keys: jax.Array, values: jax.Array, *, active: jax.Array | None = None, ragged: bool = False
     ) -> KVCache:
         """Writes the keys and values [L, S, K, H] of one token a slot at the slot's length; adds 1 to every length.
+
+        `ragged` writes by a TPU kernel, see `ragged_append`.
 
         A full slot and a slot outside the mask `active` bool[S] keep their entries. Their lengths grow too. If
         this cache is donated, the write is in place.
@@ -144,7 +133,7 @@ class KVCache:
             (keys, *key_scale), (values, *value_scale) = _steps(keys, -1), _steps(values, -1)
             scales = (*key_scale, *value_scale)
         keys, values = keys.astype(self.keys.dtype), values.astype(self.values.dtype)
-        if decode_implementation(implementation) == "ragged":
+        if ragged:
             written = ragged_append(self.keys, self.values, places, keys, values, self.scales, scales)
             return KVCache(written[0], written[1], self.lengths + 1, tuple(written[2:]))
         slots = jnp.arange(self.slots)

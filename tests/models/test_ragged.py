@@ -64,7 +64,7 @@ def oracle(token, cache, layer):
 
 def attend(implementation, token, cache):
     def both(token, cache):
-        function = decode_attention(cache, implementation=implementation)
+        function = decode_attention(cache, ragged=implementation == "ragged")
         return jnp.stack([function(*token, jnp.int32(layer)) for layer in range(LAYERS)])
 
     return jax.jit(both)(token, cache)
@@ -152,8 +152,7 @@ def test_appending_by_the_kernel_writes_the_same_bits(dtype):
     cache = random_cache(lengths, capacity=208, dtype=dtype)
     k, v = (normal(i, (LAYERS, len(lengths), 2, HEAD), dtype) for i in (4, 5))
     plain, kernel = (
-        jax.jit(KVCache.append, static_argnames="implementation")(cache, k, v, implementation=name)
-        for name in ("xla", "ragged")
+        jax.jit(KVCache.append, static_argnames="ragged")(cache, k, v, ragged=ragged) for ragged in (False, True)
     )
     for got, expected in zip(jax.tree.leaves(kernel), jax.tree.leaves(plain), strict=True):
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(expected, np.float32))
@@ -182,7 +181,7 @@ def test_the_tile_of_one_layer_may_exceed_a_block():
     """A tile has 128 positions. Here they hold 1 MiB of bfloat16 keys, as with 32 heads of size 128."""
     cache = jax.eval_shape(lambda: random_cache([0, 1], kv_heads=256, capacity=256, dtype=jnp.bfloat16))
     token = jax.ShapeDtypeStruct((LAYERS, 2, 256, HEAD), jnp.bfloat16)
-    grown = jax.eval_shape(lambda c, k, v: c.append(k, v, implementation="ragged"), cache, token, token)
+    grown = jax.eval_shape(lambda c, k, v: c.append(k, v, ragged=True), cache, token, token)
     assert jax.tree.leaves(grown) == jax.tree.leaves(cache)
 
 
@@ -191,8 +190,8 @@ def test_tokens_appended_in_eight_bits_are_those_of_a_cache_rounded_at_once():
     cache = random_cache([0, 15, 127, 207], capacity=208)
     k, v = (normal(i, (LAYERS, 4, 2, HEAD)) for i in (4, 5))
     dense = jax.tree.map(jnp.nan_to_num, cache.append(k, v)).rounded()
-    for implementation in ("xla", "ragged"):
-        grown = jax.jit(lambda c, name=implementation: c.append(k, v, implementation=name))(in_eight_bits(cache))
+    for ragged in (False, True):
+        grown = jax.jit(lambda c, ragged=ragged: c.append(k, v, ragged=ragged))(in_eight_bits(cache))
         assert grown.keys.dtype == grown.values.dtype == jnp.int8
         for slot, n in enumerate(dense.lengths.tolist()):
             for got, expected in zip((grown.keys, *grown.scales), (dense.keys, *dense.scales), strict=True):
@@ -215,8 +214,8 @@ def test_the_kernels_spread_over_a_mesh_give_the_same(blocks_of_32, mesh_shape, 
         spread = jax.device_put(cache, where)
         np.testing.assert_allclose(attend("ragged", token, spread), expected, atol=1e-6)  # the same sums, compiled anew
         k, v = (jnp.stack([x, x + 1]) for x in token[1:])
-        grown = jax.jit(lambda cache: cache.append(k, v, implementation="ragged"))(spread)
-    jax.tree.map(np.testing.assert_array_equal, grown, cache.append(k, v, implementation="xla"))
+        grown = jax.jit(lambda cache: cache.append(k, v, ragged=True))(spread)
+    jax.tree.map(np.testing.assert_array_equal, grown, cache.append(k, v))
 
 
 @pytest.mark.slow  # interpreted on two devices
@@ -229,8 +228,3 @@ def test_a_kernel_without_the_key_value_heads_of_its_queries_would_give_other_nu
         spread = jax.device_put(cache, parallel.shardings(KVCache.logical_axes(), cache, mesh, rules))
         got = attend("ragged", token, spread)
     assert float(jnp.abs(got - attend("ragged", token, cache)).max()) > 0.1
-
-
-def test_an_unknown_decode_attention_names_the_known_ones():
-    with pytest.raises(ValueError, match="unknown decode attention 'paged'; known: auto, xla, ragged"):
-        decode_attention(random_cache([1]), implementation="paged")
