@@ -206,7 +206,7 @@ def _experts(implementation: str, dtype: str, *, M: int, E: int, D: int, F: int)
     counts = jnp.asarray(np.floor(shares * (M - 5)), jnp.int32)  # the last rows belong to no expert
 
     def loss(rows, matrices):
-        out = grouped_product(rows, matrices, counts, implementation=implementation)
+        out = grouped_product(rows, matrices, counts, megablox=implementation == "megablox")
         return jnp.sum(out.astype(jnp.float32) * weight), out
 
     return functools.partial(jax.jit(jax.grad(loss, (0, 1), has_aux=True)), rows, matrices)

@@ -1,6 +1,5 @@
 """Environments: problems that answer back. This package's workers never load JAX, so they start fast."""
 
-from rpg_jax.environments.environment import ENVIRONMENTS as ENVIRONMENTS
 from rpg_jax.environments.environment import Declaration as Declaration
 from rpg_jax.environments.environment import Environment as Environment
 from rpg_jax.environments.environment import Message as Message

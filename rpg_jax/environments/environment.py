@@ -128,12 +128,10 @@ def find(name: str, *, in_process: bool = False, handed: Handed = NOTHING) -> De
     """
     if name in handed:
         return Declaration(name, pooled=False, handed=handed[name])
-    if name in ENVIRONMENTS:
-        known = ENVIRONMENTS[name]
-        return dataclasses.replace(known, pooled=known.pooled and not in_process)
-    if ":" not in name:
+    if name not in ENVIRONMENTS and ":" not in name:
         raise ValueError(f"unknown environment.name {name!r}; known: {', '.join([*ENVIRONMENTS, 'module:name'])}")
-    return Declaration(name, pooled=not in_process)
+    found = ENVIRONMENTS.get(name) or Declaration(name)
+    return dataclasses.replace(found, pooled=found.pooled and not in_process)
 
 
 def _checked_environment(environment: Any, path: str) -> Environment:

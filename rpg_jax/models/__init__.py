@@ -6,7 +6,6 @@ from rpg_jax.models.config import Llama3 as Llama3
 from rpg_jax.models.config import Rope as Rope
 from rpg_jax.models.config import Yarn as Yarn
 from rpg_jax.models.decoder import REMAT as REMAT
-from rpg_jax.models.decoder import Decoder as Decoder
 from rpg_jax.models.decoder import Params as Params
 from rpg_jax.models.decoder import abstract as abstract
 from rpg_jax.models.decoder import init as init

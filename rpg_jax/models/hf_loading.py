@@ -59,15 +59,13 @@ class Folder(contextlib.ExitStack):
         absent = [name for name in names if not (self.path / name).is_file()]
         if absent:
             raise ValueError(f"{self.path} lacks the weight files {_some(absent)} (only safetensors are read)")
-        self._files: dict[str, Any] = {}
-        self._paths: dict[str, Path] = {}
+        self._names, self._files = names, dict[str, Any]()
         for name in names:
             try:
                 file = self.enter_context(safe_open(self.path / name, framework="numpy"))
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{self.path / name} is damaged: {error}. Copy it again from where it came") from error
             self._files |= dict.fromkeys(file.keys(), file)
-            self._paths |= dict.fromkeys(file.keys(), self.path / name)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor, by name."""
@@ -76,7 +74,7 @@ class Folder(contextlib.ExitStack):
     def places(self) -> dict[str, _Place]:
         """Where every tensor's bytes are, while the folder is open. Raises ValueError for integers and eight bits."""
         found = {}
-        for path in sorted(set(self._paths.values())):
+        for path in (self.path / name for name in self._names):
             file = os.open(path, os.O_RDONLY)
             self.callback(os.close, file)
             size = int.from_bytes(os.pread(file, 8, 0), "little")

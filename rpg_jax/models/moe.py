@@ -97,14 +97,12 @@ def _mix_sharded(x, weights, experts, gate, up, down, *, expert_axes, hidden_axe
     return jax.lax.psum(out, rest) if rest else out
 
 
-IMPLEMENTATIONS = ("auto", "xla", "megablox")
-
 _LANES = 128
 _WIDE = 1024  # largest side of a matrix tile
 
 
 def grouped_product(
-    rows: jax.Array, matrices: Weight, sizes: jax.Array, *, dtype=None, implementation: str = "auto"
+    rows: jax.Array, matrices: Weight, sizes: jax.Array, *, dtype=None, megablox: bool | None = None
 ) -> jax.Array:
     """Rows [M, D], sorted by group, times the matrices [E, D, F] of their groups: [M, F], zeros past the last group.
 
@@ -114,20 +112,16 @@ def grouped_product(
     Args:
       sizes: i32[E], number of rows of each group.
       dtype: of the result; None for the dtype of `rows`. Sums are f32.
-      implementation: "xla" is `ragged_dot`; "megablox" is JAX's Pallas kernels for TPU, interpreted elsewhere; "auto"
-        is "megablox" on a TPU, else "xla".
+      megablox: by JAX's Pallas kernels for TPU, interpreted elsewhere; otherwise by `ragged_dot`. None: on a TPU.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"unknown implementation {implementation!r}; known: {', '.join(IMPLEMENTATIONS)}")
-    if implementation == "auto":
-        implementation = "megablox" if platform() == "tpu" else "xla"
+    megablox = platform() == "tpu" if megablox is None else megablox
     dtype = jnp.dtype(dtype or rows.dtype)
     if isinstance(matrices, Adapted):
-        by_group = functools.partial(grouped_product, sizes=sizes, implementation=implementation)
+        by_group = functools.partial(grouped_product, sizes=sizes, megablox=megablox)
         return by_group(rows, matrices.base, dtype=dtype) + by_group(
             by_group(rows, matrices.a), matrices.b, dtype=dtype
         )
-    if implementation == "megablox":
+    if megablox:
         return _product(rows, matrices, sizes.astype(jnp.int32), dtype)
     return _zero_past(jax.lax.ragged_dot(rows, matrices, sizes, preferred_element_type=dtype), sizes)
 

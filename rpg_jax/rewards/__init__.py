@@ -3,7 +3,6 @@
 from rpg_jax.rewards.callables import name_of as name_of
 from rpg_jax.rewards.callables import named as named
 from rpg_jax.rewards.callables import source_digests as source_digests
-from rpg_jax.rewards.extraction import extract_answer as extract_answer
 from rpg_jax.rewards.scorer import Scorer as Scorer
 from rpg_jax.rewards.scorer import Scores as Scores
 from rpg_jax.rewards.verifiers import ENVIRONMENT as ENVIRONMENT

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from rpg_jax.models.moe import grouped_product
 
@@ -15,19 +14,14 @@ def test_the_kernels_agree_with_ragged_dot():
     x, w, weight = (jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in shapes)
     sizes = jnp.array(sizes)
 
-    def result(implementation):
+    def result(megablox):
         def loss(x, w):
-            out = grouped_product(x, w, sizes, implementation=implementation)
+            out = grouped_product(x, w, sizes, megablox=megablox)
             return (out * weight).sum(), out
 
         return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(x, w)
 
-    ours, expected = result("megablox"), result("xla")
+    ours, expected = result(True), result(False)
     # sums of 24 to 130 products of order 1 in f32, in another order
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-5), ours, expected)
     assert not np.any(ours[0][1][sizes.sum() :]), "rows past the groups"
-
-
-def test_an_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match="unknown implementation 'dense'; known: auto, xla, megablox"):
-        grouped_product(jnp.ones((2, 2)), jnp.ones((1, 2, 2)), jnp.array([2]), implementation="dense")

@@ -79,7 +79,9 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except Refused as refused:
-        return _refusal(refused)
+        status, _ = _STATUS[refused.code]
+        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+        return web.json_response(_reason(refused), status=status, headers=headers)
     except web.HTTPException as error:  # no such path or method, or too long a body
         code = (error.reason or "error").lower().replace(" ", "_")
         body = _error(f"{request.method} {request.path}: {error.reason}", "invalid_request_error", code)
@@ -218,12 +220,6 @@ class _Endpoint:
         if asked.usage:
             await _send(request, response, head | {"choices": [], "usage": completions.usage(asked, drawn)})
         await _send(request, response, None)
-
-
-def _refusal(refused: Refused) -> web.Response:
-    status, _ = _STATUS[refused.code]
-    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
-    return web.json_response(_reason(refused), status=status, headers=headers)
 
 
 def _reason(refused: Refused) -> dict[str, Any]:
