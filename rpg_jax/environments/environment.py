@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, Protocol, Self
 
@@ -210,25 +211,20 @@ async def call(environment: Environment, name: str, problem: dict[str, str], *ot
     method, arguments = getattr(environment, name), (Posed(**problem), *others)
     if inspect.iscoroutinefunction(method):
         return _checked_value(name, await method(*arguments))
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[Any] = loop.create_future()
-
-    def finish(value: Any, error: BaseException | None) -> None:
-        if not result.done():
-            result.set_result(value) if error is None else result.set_exception(error)
+    result: Future[Any] = Future()
 
     def run() -> None:
-        value, error = None, None
         try:
-            value = method(*arguments)
-        except BaseException as raised:  # SystemExit too: it must not end the thread without a result
-            error = RuntimeError(f"{type(raised).__name__}: {raised}") if not isinstance(raised, Exception) else raised
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(finish, value, error)
+            result.set_result(method(*arguments))
+        except Exception as error:
+            result.set_exception(error)
+        except BaseException as error:  # SystemExit too: it must not end the thread without a result
+            result.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
+    result.set_running_or_notify_cancel()  # so that the thread may set it after a deadline
     # Not a thread of an executor: the interpreter would wait at its end for one that hangs.
     threading.Thread(target=run, name=f"environment {name}", daemon=True).start()
-    return _checked_value(name, await result)
+    return _checked_value(name, await asyncio.wrap_future(result))
 
 
 def _checked_value(name: str, value: Any) -> dict[str, Any]:

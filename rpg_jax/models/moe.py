@@ -36,13 +36,7 @@ class MoE(nnx.Module):
         tokens = partition_spec(*axes, None)
         if tokens is None:
             return _mix(x, weights, experts, *(w.astype(x.dtype) for w in matrices)).astype(x.dtype), experts
-        mix = functools.partial(
-            _mix_sharded,
-            expert_axes=mesh_axes("experts"),
-            hidden_axes=mesh_axes("hidden"),
-            token_axes=tuple(jax.tree.leaves(tuple(tokens))),
-            embed_axes=mesh_axes("embed"),
-        )
+        mix = functools.partial(_mix_sharded, token_axes=tuple(jax.tree.leaves(tuple(tokens))))
         wide = [weight_spec(w, ("embed",), ("hidden",), ("experts",)) for w in matrices[:2]]
         narrow = weight_spec(matrices[2], ("hidden",), ("embed",), ("experts",))
         # check_vma=False: the sums are equal along expert and hidden axes, which the type system cannot see.
@@ -82,8 +76,9 @@ def _mix(x, weights, experts, gate, up, down, first=0) -> jax.Array:
     return jnp.einsum("btkd,btk->btd", out[back].reshape(*experts.shape, -1), weights)
 
 
-def _mix_sharded(x, weights, experts, gate, up, down, *, expert_axes, hidden_axes, token_axes, embed_axes) -> jax.Array:
+def _mix_sharded(x, weights, experts, gate, up, down, *, token_axes) -> jax.Array:
     """`_mix` on the tokens, experts and hidden units of one device, summed over the devices."""
+    expert_axes, hidden_axes, embed_axes = (mesh_axes(name) for name in ("experts", "hidden", "embed"))
     gate, up = (gathered(w, embed_axes, 1, x.dtype) for w in (gate, up))
     down = gathered(down, embed_axes, 2, x.dtype)
     shared = tuple(axis for axis in expert_axes if axis in token_axes)

@@ -208,6 +208,8 @@ class InProcess:
         if self._loop is not None:
             asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
             self._loop = None
 
     def submit(self, function: Callable[..., Any], task: Task) -> Future[Verdict]:
@@ -215,15 +217,9 @@ class InProcess:
         with self._lock:
             if self._loop is None:  # one for all calls: a client's connections belong to their loop
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=_run, args=(self._loop,), name="rewards", daemon=True).start()
+                self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
+                self._thread.start()
         return asyncio.run_coroutine_threadsafe(_awaited(function, task, self._deadline_s), self._loop)
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()
 
 
 def _called(function: Callable[..., Any], task: Task) -> Verdict:
