@@ -3,7 +3,8 @@
 So the loss does not depend on how the batch is split into micro-batches, packed, padded or spread over devices.
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,8 @@ class Trained(Protocol):
 
 AGGREGATES = Table(Declared)
 Sums = tuple[jax.Array, jax.Array]
+# Σ of a per-token quantity f[B, T] of a batch, and its weight: `aggregate` with its kind bound.
+Mean = Callable[[jax.Array, Any], Sums]
 
 
 @AGGREGATES.declare(r"\textstyle\sum_{i,t} \ell_{i,t} / \sum_i T_i")
