@@ -44,8 +44,8 @@ class Player:
     ):
         self._stage, self._problems, self._decode, self._observations = stage, problems, decode, observations
         self._max_turns, self.turn_tokens = max_turns, turn_tokens
-        self._said: dict[tuple[int, int], list[Mapping[str, Any]]] = {}  # by (place, index), after the prompt
-        self._turns: dict[tuple[int, int], int] = {}
+        # By (place, index): the messages after the prompt, and the number of turns.
+        self._said: dict[tuple[int, int], tuple[list[Mapping[str, Any]], int]] = {}
         self._fault: Exception | None = None
 
     def respond(self, place: int, index: int, tokens: np.ndarray, finish_reason: FinishReason) -> Future[Reply]:
@@ -67,21 +67,20 @@ class Player:
     def _answer(self, key: tuple[int, int], tokens: np.ndarray, finish_reason: FinishReason) -> Reply:
         spoken = tokens[:-1] if finish_reason == "stop" else tokens
         problem, text = self._problems[key[0]], self._decode(spoken.tolist())
-        said, turn = self._said.pop(key, []), self._turns.pop(key, 0) + 1
+        said, turns = self._said.pop(key, ([], 0))
         verdict = self._stage.step(problem, [*problem.opening, *said], text)
         if verdict.value is None:
             return Reply(None, error=verdict.error)
         observation, reward = verdict.value["observation"], verdict.value["reward"]
         if verdict.value["done"] or finish_reason == "length":
             return Reply(None, reward)
-        if turn >= self._max_turns:
+        if turns + 1 >= self._max_turns:
             return Reply(None, reward, out_of_turns=True)
         try:
             read = self._observations.encode(observation)
         except ValueError:  # the template refuses these messages
             return Reply(None, reward, "value")
-        self._said[key] = [*said, {"role": "assistant", "content": text}, *observation]
-        self._turns[key] = turn
+        self._said[key] = [*said, {"role": "assistant", "content": text}, *observation], turns + 1
         return Reply(read, reward)
 
 

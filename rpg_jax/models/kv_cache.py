@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from rpg_jax.models.config import DecoderConfig
 from rpg_jax.models.logical import in_own_shard, partition_spec, platform
 from rpg_jax.models.ragged import LANES, ragged_append
+from rpg_jax.models.weights import eight_bits
 
 
 @flax.struct.dataclass
@@ -95,7 +96,7 @@ class KVCache:
 
     def rounded(self) -> KVCache:
         """Rounds the cache to int8. Each key and each value of a head has its own scale, max |x| / 127."""
-        (keys, key_scales), (values, value_scales) = _steps(self.keys, -2), _steps(self.values, -1)
+        (keys, key_scales), (values, value_scales) = eight_bits(self.keys, -2), eight_bits(self.values, -1)
         scales = key_scales, value_scales.swapaxes(-1, -2)
         return KVCache(keys.astype(jnp.int8), values.astype(jnp.int8), self.lengths, scales)
 
@@ -130,7 +131,7 @@ class KVCache:
         places = self._next(active)
         scales: tuple[jax.Array, ...] = ()
         if self.scales:
-            (keys, *key_scale), (values, *value_scale) = _steps(keys, -1), _steps(values, -1)
+            (keys, *key_scale), (values, *value_scale) = eight_bits(keys, -1), eight_bits(values, -1)
             scales = (*key_scale, *value_scale)
         keys, values = keys.astype(self.keys.dtype), values.astype(self.values.dtype)
         if ragged:
@@ -199,10 +200,3 @@ def _put(slot: jax.Array, into: jax.Array, one: jax.Array) -> jax.Array:
     if one.ndim == 0:
         return into.at[slot].set(one)
     return jax.lax.dynamic_update_slice(into, one.astype(into.dtype), (0, slot, 0, 0, 0))
-
-
-def _steps(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Rounds x to integers from -127 to 127, still f32; returns them and their scale, f32 of length 1 along `axis`."""
-    x = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(x), axis, keepdims=True), 1e-30) / 127
-    return jnp.clip(jnp.round(x / scale), -127, 127), scale

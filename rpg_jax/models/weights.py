@@ -119,12 +119,18 @@ def quantized(params: Any) -> Any:
         axes = _summed(path, weight)
         if axes is None:
             return weight
-        wide = weight.astype(jnp.float32)
-        scale = (jnp.maximum(jnp.max(jnp.abs(wide), axes, keepdims=True), 1e-30) / 127).astype(weight.dtype)
-        steps = jnp.round(wide / scale.astype(jnp.float32))  # the scale as it is stored: its rounding adds no error
-        return Int8(jnp.clip(steps, -127, 127).astype(jnp.int8), scale)
+        steps, scale = eight_bits(weight, axes, weight.dtype)
+        return Int8(steps.astype(jnp.int8), scale)
 
     return jax.tree_util.tree_map_with_path(leaf, params)
+
+
+def eight_bits(x: jax.Array, axes: int | tuple[int, ...], dtype=jnp.float32) -> tuple[jax.Array, jax.Array]:
+    """x / scale as whole numbers from -127 to 127, still f32, and the scale max |x| / 127 along `axes`, in `dtype`."""
+    x = x.astype(jnp.float32)
+    scale = (jnp.maximum(jnp.max(jnp.abs(x), axes, keepdims=True), 1e-30) / 127).astype(dtype)
+    steps = jnp.round(x / scale.astype(jnp.float32))  # the scale as it is stored: its rounding adds no error
+    return jnp.clip(steps, -127, 127), scale
 
 
 def quantized_shardings(shardings: Any, params: Any) -> Any:

@@ -135,7 +135,7 @@ class Caller:
 
     def __init__(self, url: str, client: Client):
         self.url, self._client = url, client
-        self._under_way, self._broken = set[asyncio.Timeout](), set[asyncio.Timeout]()
+        self._under_way = dict[asyncio.Timeout, SimpleNamespace]()
 
     async def post(self, path: str, body: Mapping[str, Any]) -> tuple[Any, float]:
         """Returns (JSON of the answer, None for an empty answer; time at which the server accepted the connection, in
@@ -154,21 +154,21 @@ class Caller:
 
     def break_off(self) -> None:
         """Ends the calls that wait for an answer: they raise Unavailable."""
-        for limit in self._under_way:
+        for limit, noted in self._under_way.items():
             if not limit.expired():
-                self._broken.add(limit)
+                noted.broken = True
                 limit.reschedule(0)  # at once
 
     async def _answer(self, method: str, path: str, body: bytes | None, timeout: float) -> tuple[int, bytes, float]:
         """Status, content, and the time of the connection; the status is none that passes."""
-        noted, limit = SimpleNamespace(connected=None), asyncio.timeout(timeout)
+        noted, limit = SimpleNamespace(connected=None, broken=False), asyncio.timeout(timeout)
         try:
             async with limit:
-                self._under_way.add(limit)
+                self._under_way[limit] = noted
                 async with self._client.request(method, self.url + path, body, noted) as answer:
                     content = await _read(answer)
         except TimeoutError:  # of `limit`, or aiohttp's of the connection
-            if limit in self._broken:
+            if noted.broken:
                 raise Unavailable(f"{self.url}{path}: broken off, the server is silent") from None
             connected = noted.connected is not None
             what = f"no answer in {timeout:g} s" if connected else "it does not accept the connection"
@@ -179,8 +179,7 @@ class Caller:
             reason = os.strerror(number) if number else str(error) or type(error).__name__
             raise Unavailable(f"{self.url}{path}: {reason}") from None
         finally:
-            self._under_way.discard(limit)
-            self._broken.discard(limit)
+            self._under_way.pop(limit, None)
         if answer.status in _PASSES:
             after = answer.headers.get("Retry-After", "")
             how: dict[str, Any] = {"after": float(after) if after.isdecimal() else 0.0, "fault": answer.status == 500}
