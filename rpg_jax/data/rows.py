@@ -31,7 +31,7 @@ class Reading:
 
     template: str | None = None
     source: str | None = None
-    shape: Callable[[Mapping[str, Any]], tuple[str, str]] | None = None
+    shape: Callable[["Row"], tuple[str, str]] | None = None
 
 
 @dataclasses.dataclass
@@ -47,7 +47,7 @@ class Columns:
     ignored: Counter[str] = dataclasses.field(default_factory=Counter)
 
 
-class _Row(Mapping[str, Any]):
+class Row(Mapping[str, Any]):
     """A row that notes which of its columns were read, and the meaning that each column was read as."""
 
     def __init__(self, row: Mapping[str, Any]):
@@ -77,7 +77,7 @@ class _Row(Mapping[str, Any]):
         columns.ignored.update(str(k) for k, v in self._row.items() if k not in self.looked_at and v is not None)
 
 
-def read_row(row: Any, reading: Reading, prompt_id: int, columns: Columns | None = None) -> Problem:
+def read_row(row: Any, reading: Reading, prompt_id: int, columns: Columns) -> Problem:
     """Returns the problem in a row.
 
     Without `reading.shape` a row has the official schema, {data_source, prompt: [{role, content}], ability,
@@ -93,21 +93,20 @@ def read_row(row: Any, reading: Reading, prompt_id: int, columns: Columns | None
     """
     if not isinstance(row, Mapping):
         raise BadRow(f"expected an object, got {type(row).__name__}")
-    noted = _Row(row)
+    noted = Row(row)
     problem = _read(noted, reading, prompt_id)
-    if columns is not None:
-        noted.note(columns)
+    noted.note(columns)
     return problem
 
 
-def _read(row: _Row, reading: Reading, prompt_id: int) -> Problem:
+def _read(row: Row, reading: Reading, prompt_id: int) -> Problem:
     if reading.shape is None and "reward_model" in row:
         return _official(row, reading, prompt_id)
     if reading.shape is None and row.get("messages") is not None:
         return _conversation(row, reading, prompt_id)
     demonstrations = _demonstrations(row)
     if reading.shape is None:
-        question = text_of(row, column(row, "question", QUESTION_KEYS))
+        question = first_text(row, "question", QUESTION_KEYS)
         answer = _answer(row, needed=not demonstrations)
     else:
         question, answer = reading.shape(row)
@@ -129,7 +128,7 @@ def official_row(problem: Problem, index: int) -> dict[str, Any]:
     }
 
 
-def _conversation(row: _Row, reading: Reading, prompt_id: int) -> Problem:
+def _conversation(row: Row, reading: Reading, prompt_id: int) -> Problem:
     """Reads a row of `messages`, the form of supervised data sets. The prompt changes only if a template is set."""
     messages = _turns(row["messages"], "messages")
     if [m["role"] for m in messages][-2:] != ["user", "assistant"] or len(messages) > 3:
@@ -156,7 +155,7 @@ def _turns(messages: Any, name: str) -> list[Mapping[str, str]]:
     return messages
 
 
-def _demonstrations(row: _Row) -> tuple[str, ...]:
+def _demonstrations(row: Row) -> tuple[str, ...]:
     """The demonstrations under the first of `DEMONSTRATION_KEYS` with a value: texts, or an assistant's turn. Or ()."""
     key = row.first("demonstration", DEMONSTRATION_KEYS)
     if key is None:
@@ -173,19 +172,16 @@ def _demonstrations(row: _Row) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _answer(row: _Row, *, needed: bool) -> str:
-    if needed:
-        return text_of(row, column(row, "answer", ANSWER_KEYS))
-    key = row.first("answer", ANSWER_KEYS)
-    return "" if key is None else text_of(row, key)
+def _answer(row: Row, *, needed: bool) -> str:
+    return first_text(row, "answer", ANSWER_KEYS) if needed or row.first("answer", ANSWER_KEYS) else ""
 
 
-def _source(row: _Row, reading: Reading) -> Any:
+def _source(row: Row, reading: Reading) -> Any:
     key = row.first("source", ("source", "data_source"))
     return reading.source or (row[key] if key else "") or "unnamed"
 
 
-def _official(row: _Row, reading: Reading, prompt_id: int) -> Problem:
+def _official(row: Row, reading: Reading, prompt_id: int) -> Problem:
     if not isinstance(row["reward_model"], Mapping):
         raise BadRow(f"'reward_model' must be {{ground_truth, style}}, got {type(row['reward_model']).__name__}")
     messages = row.get("prompt")
@@ -225,12 +221,12 @@ def _problem(prompt_id: int, prompt, answer, source, samples, system, question, 
     return Problem(prompt_id, prompt, answer.strip(), source, samples, system, question, demonstrations)
 
 
-def column(row: Mapping[str, Any], meaning: str, keys: tuple[str, ...]) -> str:
-    """The first of `keys` that has a value in the row. Raises BadRow if no key has a value."""
-    key = (row if isinstance(row, _Row) else _Row(row)).first(meaning, keys)
+def first_text(row: Row, meaning: str, keys: tuple[str, ...]) -> str:
+    """The text under the first of `keys` that has a value in the row. Raises BadRow if no key has a value."""
+    key = row.first(meaning, keys)
     if key is None:
         raise BadRow(f"none of {list(keys)} in it; it has {sorted(map(str, row))[:12]}")
-    return key
+    return text_of(row, key)
 
 
 def text_of(row: Mapping[str, Any], key: str) -> str:
@@ -245,10 +241,9 @@ def text_of(row: Mapping[str, Any], key: str) -> str:
     return str(int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value)
 
 
-def whole_number_shape(row: Mapping[str, Any]) -> tuple[str, str]:
+def whole_number_shape(row: Row) -> tuple[str, str]:
     """(question, answer) under the usual keys. A whole number as answer has no decimals, as verifiers expect."""
-    question = text_of(row, column(row, "question", QUESTION_KEYS))
-    answer = text_of(row, column(row, "answer", ANSWER_KEYS))
+    question, answer = first_text(row, "question", QUESTION_KEYS), first_text(row, "answer", ANSWER_KEYS)
     return question, answer.strip().removesuffix(".0")
 
 
