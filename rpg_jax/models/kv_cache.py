@@ -77,22 +77,18 @@ class KVCache:
         """The opposite of `unstacked`."""
         return replace(self, keys=jnp.stack(self.keys), values=jnp.stack(self.values))
 
-    def insert(self, prefix: KVCache, slots: jax.Array | int, row: jax.Array | int = 0) -> KVCache:
-        """Copies row `row` of `prefix`, one prompt, into one slot i32 or the slots i32[G] of its G completions.
+    def insert(self, prefix: KVCache, slot: jax.Array | int, row: jax.Array | int = 0) -> KVCache:
+        """Copies row `row` of `prefix`, one prompt, into one slot.
 
         The copy is in place if this cache is donated. Raises ValueError if `prefix` has more capacity than this cache.
         """
         width = prefix.capacity
         if width > self.capacity:
             raise ValueError(f"a prefix of capacity {width} does not fit a cache of capacity {self.capacity}")
-        slots = jnp.atleast_1d(jnp.asarray(slots, jnp.int32))
         keys, values = (jax.lax.dynamic_slice_in_dim(x, row, 1, axis=1) for x in (prefix.keys, prefix.values))
         one = KVCache(keys, values, prefix.lengths[row])
         one = one.rounded() if self.scales else one
-        cache = self
-        for i in range(slots.shape[0]):
-            cache = jax.tree.map(functools.partial(_put, slots[i]), cache, one)
-        return cache
+        return jax.tree.map(functools.partial(_put, slot), self, one)
 
     def rounded(self) -> KVCache:
         """Rounds the cache to int8. Each key and each value of a head has its own scale, max |x| / 127."""
@@ -196,7 +192,7 @@ def _write_rows(
     return jax.lax.fori_loop(0, len(slots), write, held)
 
 
-def _put(slot: jax.Array, into: jax.Array, one: jax.Array) -> jax.Array:
+def _put(slot: jax.Array | int, into: jax.Array, one: jax.Array) -> jax.Array:
     if one.ndim == 0:
         return into.at[slot].set(one)
     return jax.lax.dynamic_update_slice(into, one.astype(into.dtype), (0, slot, 0, 0, 0))

@@ -81,7 +81,7 @@ def test_prefill_and_decode_equal_the_full_forward(family):
     cache = KVCache.empty(config, slots=4, capacity=16)
     cache = jax.tree.map(lambda x: x if x.ndim == 1 else jnp.full_like(x, 1e3), cache)  # garbage is never read
     for row in range(4):
-        cache = cache.insert(prefix, slots=3 - row, row=row)
+        cache = cache.insert(prefix, slot=3 - row, row=row)
     for _ in range(5):
         hidden, cache = decode(graphdef, params, tokens[np.arange(4), lengths][::-1], cache)
         np.testing.assert_allclose(hidden[::-1], full[np.arange(4), lengths], **ROUNDING)
@@ -106,7 +106,7 @@ def test_tokens_appended_to_slots_equal_the_full_forward(int8):
     cache = jax.tree.map(lambda x: x if x.ndim == 1 else jnp.full_like(x, 9), cache)  # garbage is never read
     slots = np.array([4, 1, 7])  # the third row is padding: its slot is out of range
     for row in range(2):
-        cache = cache.insert(prefix, slots=int(slots[row]), row=row)
+        cache = cache.insert(prefix, slot=int(slots[row]), row=row)
 
     pieces = np.stack([np.pad(row[n : n + m], (0, 9 - m)) for row, n, m in zip(tokens, first, more, strict=True)])
     hidden, grown = extend(graphdef, params, jnp.asarray(pieces), more, cache, slots, first)
@@ -133,7 +133,7 @@ def test_tokens_appended_to_slots_equal_the_full_forward(int8):
 def test_a_slot_that_is_not_active_keeps_its_entries():
     graphdef, params = build(QWEN3)
     _, prefix = prefill(graphdef, params, random_tokens((2, 4)), jnp.array([4, 2]))
-    cache = KVCache.empty(QWEN3, slots=2, capacity=8).insert(prefix, slots=0).insert(prefix, slots=1, row=1)
+    cache = KVCache.empty(QWEN3, slots=2, capacity=8).insert(prefix, slot=0).insert(prefix, slot=1, row=1)
     module = nnx.merge(graphdef, params)
     _, grown, _ = jax.jit(lambda c: module.decode(jnp.array([3, 3]), c, active=jnp.array([False, True])))(cache)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[:, 0], b[:, 0]), grown.keys, cache.keys)
@@ -149,7 +149,7 @@ def test_layers_that_are_not_scanned_decode_as_scanned_ones(family):
     _, prefix = prefill(graphdef, params, random_tokens((3, 4), seed=8), jnp.array([4, 1, 2]))
     cache = KVCache.empty(config, slots=3, capacity=8)
     for slot in range(3):
-        cache = cache.insert(prefix, slots=slot, row=slot)
+        cache = cache.insert(prefix, slot=slot, row=slot)
     steps, active = random_tokens((3, 3), seed=9), jnp.array([True, True, False])
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -179,16 +179,16 @@ def test_few_layers_over_a_float_cache_are_not_scanned_on_a_cpu(layers, int8, un
     assert module.decodes_unrolled(cache) == unrolled
 
 
-def test_one_prefix_fills_many_slots():
+def test_one_prefix_fills_several_slots():
     graphdef, params = build(QWEN3)
     _, prefix = prefill(graphdef, params, random_tokens((2, 4)), jnp.array([4, 2]))
-    cache = KVCache.empty(QWEN3, slots=3, capacity=8).insert(prefix, slots=jnp.array([0, 2]), row=1)
+    cache = KVCache.empty(QWEN3, slots=3, capacity=8).insert(prefix, slot=0, row=1).insert(prefix, slot=2, row=1)
     np.testing.assert_array_equal(cache.lengths, [2, 0, 2])
     np.testing.assert_array_equal(cache.keys[:, 0, ..., :4], prefix.keys[:, 1])
     np.testing.assert_array_equal(cache.values[:, 2, :, :4], prefix.values[:, 1])
     assert not cache.keys[:, 1].any()
     with pytest.raises(ValueError, match="capacity 4 does not fit a cache of capacity 2"):
-        KVCache.empty(QWEN3, slots=1, capacity=2).insert(prefix, slots=0)
+        KVCache.empty(QWEN3, slots=1, capacity=2).insert(prefix, slot=0)
 
 
 def test_attend_length_reads_less_and_changes_nothing():
@@ -197,7 +197,7 @@ def test_attend_length_reads_less_and_changes_nothing():
     _, prefix = prefill(graphdef, params, tokens, jnp.array([5, 3]))
     cache = KVCache.empty(QWEN3, slots=2, capacity=32)
     for row in range(2):
-        cache = cache.insert(prefix, slots=row, row=row)
+        cache = cache.insert(prefix, slot=row, row=row)
     whole, grown = decode(graphdef, params, tokens[:, 0], cache)
     part, grown_part = decode(graphdef, params, tokens[:, 0], cache, attend_length=8)
     np.testing.assert_allclose(part, whole, **ROUNDING)
@@ -546,7 +546,7 @@ def test_tokens_are_appended_alike_on_a_mesh_over_slots_and_heads():
     graphdef, params = build(QWEN3)
     tokens, lengths = random_tokens((3, 4)), jnp.array([4, 2, 3])
     _, prefix = prefill(graphdef, params, random_tokens((8, 4)), jnp.full(8, 4))
-    cache = KVCache.empty(QWEN3, 8, 16).insert(prefix, slots=jnp.arange(8))
+    cache = functools.reduce(lambda cache, slot: cache.insert(prefix, slot), range(8), KVCache.empty(QWEN3, 8, 16))
     inputs = tokens, lengths, cache, jnp.array([5, 0, 8]), jnp.array([4, 2, 4])
     hidden, grown = extend(graphdef, params, *inputs)
     mesh = parallel.make_mesh({"fsdp": 4, "tensor": 2})
@@ -568,15 +568,15 @@ def test_tokens_are_appended_alike_on_a_mesh_over_slots_and_heads():
 def test_decode_runs_sharded_over_slots_and_heads():
     graphdef, params = build(QWEN3)
     tokens = random_tokens((8, 4))
-    _, cache = prefill(graphdef, params, tokens, jnp.full(8, 4))
+    _, prefix = prefill(graphdef, params, tokens, jnp.full(8, 4))
 
     def step(params, tokens, cache):
         return nnx.merge(graphdef, params).decode(tokens, cache)[:2]
 
     mesh = parallel.make_mesh({"fsdp": 2, "tensor": 4})
     placed = parallel.shardings(models.logical_axes(QWEN3), params, mesh)
-    caches = parallel.shardings(KVCache.logical_axes(), cache, mesh)
-    cache = KVCache.empty(QWEN3, 8, 16).insert(cache, slots=jnp.arange(8), row=0)
+    caches = parallel.shardings(KVCache.logical_axes(), prefix, mesh)
+    cache = functools.reduce(lambda cache, slot: cache.insert(prefix, slot), range(8), KVCache.empty(QWEN3, 8, 16))
     expected = decode(graphdef, params, tokens[:, 0], cache)
     with parallel.activate(mesh):
         got = jax.jit(step, in_shardings=(placed, None, caches), out_shardings=(None, caches))(

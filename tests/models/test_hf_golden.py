@@ -50,7 +50,7 @@ def test_logits_and_greedy_continuations_are_those_of_transformers(loaded, name)
         hidden, prefix, _ = module.prefill(prompt, jnp.full(2, prompt.shape[1]))
         cache = KVCache.empty(config, slots=2, capacity=16)
         for row in range(2):
-            cache = cache.insert(prefix, slots=row, row=row)
+            cache = cache.insert(prefix, slot=row, row=row)
         return module.logits(hidden).argmax(-1), cache
 
     @jax.jit
