@@ -334,9 +334,7 @@ def write_parquet(problems: Sequence[Problem], path: str | os.PathLike[str]) -> 
     storage.write_atomically(path, lambda file: pyarrow.parquet.write_table(table, file))
 
 
-def _grams(question: str, n: int = SHARED_WORDS) -> Iterator[tuple[str, ...]]:
+def _grams(question: str) -> Iterator[tuple[str, ...]]:
     words = re.findall(r"\w+", question.lower())
-    if len(words) < n:
-        yield tuple(words)
-    for i in range(len(words) - n + 1):
-        yield tuple(words[i : i + n])
+    for i in range(max(1, len(words) - SHARED_WORDS + 1)):
+        yield tuple(words[i : i + SHARED_WORDS])

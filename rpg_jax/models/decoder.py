@@ -87,11 +87,11 @@ class Decoder(nnx.Module):
         tokens: jax.Array,
         positions: jax.Array,
         segment_ids: jax.Array,
-        axes: tuple[str, str | None] = ("batch", "length"),
         experts: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
         """The hidden states of `__call__`, and the experts of every token in every layer, [B, T, L, k] of the smallest
         unsigned integers that number them; None without experts."""
+        axes = ("batch", "length")
         hidden, _, used = self._forward(tokens, positions, segment_ids, axes, experts, keep_experts=True)
         return hidden, None if used is None else self._numbered(jnp.moveaxis(used, 0, 2))
 

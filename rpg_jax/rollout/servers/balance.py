@@ -91,14 +91,13 @@ class Balance:
         parallel: int,
         patience: float,
         rest: float = 1.0,
-        clock: Callable[[], float] = time.monotonic,
     ):
         self._addresses, self._client, self._kind = addresses, client, kind
-        self._parallel, self._patience, self._rest, self._clock = parallel, patience, rest, clock
+        self._parallel, self._patience, self._rest = parallel, patience, rest
         self._servers, self._watching = dict[str, Server](), set[asyncio.Task[None]]()
         self._waiting = deque[_Waiting]()
         self._weights: Loadable | None = None
-        self._answered = self._said = clock()
+        self._answered = self._said = time.monotonic()
         self._not_found = "no address is known yet"
         self._counts: Counter[str] = Counter()
         self._longest_idle = self._gap = 0.0
@@ -110,7 +109,7 @@ class Balance:
 
     def begin(self) -> None:
         """Starts the clock of `patience` anew."""
-        self._answered = self._said = self._clock()
+        self._answered = self._said = time.monotonic()
 
     def counts(self) -> dict[str, float]:
         """The number of servers that answer, and counts of the events since the last call of `counts`.
@@ -128,12 +127,12 @@ class Balance:
 
     async def run(self) -> None:
         """Follows the servers' addresses and health, until it is cancelled."""
-        followed = self._clock()
+        followed = time.monotonic()
         if not callable(self._addresses):
             self._follow(self._addresses)
         try:
             while True:
-                now = self._clock()
+                now = time.monotonic()
                 if callable(self._addresses) and now >= followed:
                     followed = now + _FOLLOW_SECONDS
                     await self._look(self._addresses)
@@ -204,7 +203,7 @@ class Balance:
     def _dispatch(self) -> None:
         """Gives servers to the requests that wait, in order."""
         assert self._weights is not None, "weights are synced before anything is sampled"
-        now, left = self._clock(), list[_Waiting]()
+        now, left = time.monotonic(), list[_Waiting]()
         while self._waiting:
             wait = self._waiting.popleft()
             if wait.call.done():  # cancelled
@@ -250,7 +249,7 @@ class Balance:
         """Ends a call that was answered, that failed, or that is no longer wanted."""
         server = call.server
         server.calls -= 1
-        server.heard = now = self._clock()
+        server.heard = now = time.monotonic()
         if answered:
             self._counts["requests"] += 1
             self._answered = now
@@ -265,7 +264,7 @@ class Balance:
 
     def _fail(self, server: Server, error: Unavailable, begun: float) -> None:
         """Notes the failure of a call. It prints the name of a server that says it is healthy and still fails calls."""
-        if not server.note_failure(error, begun, self._clock()):
+        if not server.note_failure(error, begun, time.monotonic()):
             return
         self._counts["failures"] += 1
         if server.failures == STRIKES:
@@ -290,7 +289,7 @@ class Balance:
         for url in urls:
             if url not in self._servers:
                 self._servers[url] = server = Server(Caller(url, self._client), self._parallel, self._rest)
-                server.idle = self._clock()
+                server.idle = time.monotonic()
                 self._watching.add(task := asyncio.create_task(self._watch(server)))
                 task.add_done_callback(self._watching.discard)
 
@@ -301,7 +300,7 @@ class Balance:
         connection.
         """
         while server.calls or not server.gone:
-            begun, rests = self._clock(), server.resting
+            begun, rests = time.monotonic(), server.resting
             if not server.is_due(_QUIET_SECONDS, begun):
                 await asyncio.sleep(server.rest / 4)
                 continue
@@ -313,11 +312,11 @@ class Balance:
             except Unavailable as error:
                 how = error
             if rests:
-                server.note_health(how, self._clock())
+                server.note_health(how, time.monotonic())
             elif how is not None and server.heard < begun:
                 self._fail(server, how, begun)
                 server.caller.break_off()
-            server.heard = self._clock()
+            server.heard = time.monotonic()
             if self._waiting:
                 self._dispatch()
 

@@ -84,7 +84,7 @@ _FEWER, _SHARE = 0.75, 16  # of the limit after a refusal; a round of answers ad
 
 @dataclasses.dataclass(eq=False)
 class Server:
-    """One server. All times are seconds of the balance's clock.
+    """One server. All times are seconds of `time.monotonic`.
 
     Calls that were open at the same time and failed count as one incident. The same holds for calls that are refused.
 
