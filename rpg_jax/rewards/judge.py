@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rpg_jax.rewards.verdicts import BadScore, Verdict, checked_score
+from rpg_jax.rewards.verdicts import BadScore, Verdict, checked_score, failure
 
 PROMPT = (
     "Question:\n{prompt}\n\nReference answer:\n{answer}\n\nAnswer to grade:\n{completion}\n\n"
@@ -94,27 +94,33 @@ class Server:
         message = {"role": "user", "content": asked}
         return {"model": self.model, "messages": [message], "temperature": 0, "max_tokens": self.max_tokens}
 
-    def scores(self, reply: Any, count: int) -> list[float | BadScore]:
-        """The `count` scores in a reply, each a number or a BadScore. Raises Failed if the reply has another form."""
+    def verdicts(self, reply: Any, count: int) -> list[Verdict]:
+        """The `count` verdicts in a reply. Raises Failed if the reply has another form."""
         try:
-            if self.kind == "score":
-                found = [_checked(score) for score in reply["scores"]]
-            else:
-                found = [self._graded(reply["choices"][0]["message"]["content"] or "")]
+            given = reply["scores"] if self.kind == "score" else [reply["choices"][0]["message"]["content"] or ""]
+            found = [self._verdict(one) for one in given]
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise Failed("status", f"a reply of another form: {str(reply)[:100]}") from error
         if len(found) != count:
             raise Failed("status", f"{len(found)} scores for {count} completions")
         return found
 
-    def _graded(self, text: str) -> float | BadScore:
+    def _verdict(self, given: Any) -> Verdict:
+        try:
+            return Verdict(checked_score(given) if self.kind == "score" else self._graded(given))
+        except BadScore as error:
+            return failure(error)
+
+    def _graded(self, text: str) -> float:
         """The number in the last line of a judge's reply, as a share of the scale: 8, 8/10, Score (0-10): 8."""
         lines = [line for line in text.rpartition("</think>")[2].splitlines() if line.strip()]
         found = _NUMBER.search(lines[-1].rpartition(":")[2]) if lines else None
         if found is None:
-            return BadScore(f"no number in the judge's last line: {text[-80:]!r}")
+            raise BadScore(f"no number in the judge's last line: {text[-80:]!r}")
         score = float(found[0])
-        return score / self.scale if 0 <= score <= self.scale else BadScore(f"{score:g} is not in [0, {self.scale:g}]")
+        if not 0 <= score <= self.scale:
+            raise BadScore(f"{score:g} is not in [0, {self.scale:g}]")
+        return score / self.scale
 
 
 class Judge:
@@ -162,8 +168,7 @@ class Judge:
         while True:
             attempt += 1
             try:
-                scores = self.server.scores(self._reply(self.server.body(batch), deadline), len(batch))
-                return [Verdict(None, "value", str(s)) if isinstance(s, BadScore) else Verdict(s) for s in scores]
+                return self.server.verdicts(self._reply(self.server.body(batch), deadline), len(batch))
             except Failed as error:
                 pause = max(error.after, 0.25 * 2**attempt * random.uniform(0.5, 1.5))
                 if not error.again or attempt >= ATTEMPTS or time.monotonic() + pause > deadline:
@@ -210,10 +215,3 @@ def _left(deadline: float) -> float:
     if (left := deadline - time.monotonic()) <= 0:
         raise TimeoutError
     return left
-
-
-def _checked(value: Any) -> float | BadScore:
-    try:
-        return checked_score(value)
-    except BadScore as error:
-        return error
