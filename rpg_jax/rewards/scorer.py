@@ -8,7 +8,7 @@ import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -35,6 +35,9 @@ from rpg_jax.rewards.verifiers import (
     resolve,
 )
 
+if TYPE_CHECKING:
+    from rpg_jax.types import Turns  # loads JAX
+
 VERDICTS = (-1.0, 0.0, 1.0)
 """Wrong, wrong and right: the scores that need no threshold."""
 _FIRST_SCORES = 1000  # a part of the first step of a large run, the first steps of a small one
@@ -49,15 +52,6 @@ class Scorable(Protocol):
     def answer(self) -> str: ...
     @property
     def source(self) -> str: ...
-
-
-class Played(Protocol):
-    """The fields of `types.Turns` that a scorer reads."""
-
-    @property
-    def rewards(self) -> np.ndarray: ...
-    @property
-    def error(self) -> str | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +138,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         texts: Sequence[str],
         finish_reasons: Sequence[str],
         lengths: Sequence[int],
-        turns: Sequence[Played | None] | None = None,
+        turns: Sequence[Turns | None] | None = None,
     ) -> Scores:
         """Scores N completions.
 
@@ -218,7 +212,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         self.close()
 
     def _part(
-        self, name: str, problems, texts, lengths: np.ndarray, turns: Sequence[Played | None] | None
+        self, name: str, problems, texts, lengths: np.ndarray, turns: Sequence[Turns | None] | None
     ) -> tuple[np.ndarray, list[str | None]]:
         """A part's scores, and the kind of failure of each verdict; shaping terms have none."""
         options = self._options[name]
@@ -297,7 +291,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         return self._pool
 
 
-def total_reward(turns: Played) -> float:
+def total_reward(turns: Turns) -> float:
     """The sum of the turns' rewards. After a failure of the environment the sum is at most 0: failing never pays."""
     paid = float(np.sum(turns.rewards, dtype=np.float64))
     return paid if turns.error is None else min(paid, 0.0)
