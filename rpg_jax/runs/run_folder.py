@@ -1,9 +1,7 @@
 """The folder of a run: its name, its owner, its config, what it was made with, and whether it may be resumed."""
 
 import contextlib
-import copy
 import datetime
-import functools
 import hashlib
 import importlib.metadata
 import json
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax import traverse_util
 from ml_collections import ConfigDict
 
 from rpg_jax import storage
@@ -212,7 +211,7 @@ def open_run(config: ConfigDict, folder: storage.Folder) -> None:
 
 def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """The fields by which two configs describe different runs, with both values; "" if there are no such fields."""
-    old, new = flat(_moved(json_files.finite(old))), flat(new)
+    old, new = renewed(flat(json_files.finite(old))), flat(new)
     gone = {row.name: row for row in config_files.all_retired() if row.value is None}
     ignored = {name for name, row in gone.items() if row.fixed is None or row.fixed == old.get(name)}
     ignored |= {name for name in _AS_BEFORE if not (old.get(name) or new.get(name))}
@@ -255,14 +254,14 @@ def read_config(path: Path) -> ConfigDict:
         beside = path.parent.glob("*/versions.json") if path.parent.is_dir() else ()  # a model has none
         runs = sorted(str(p.parent) for p in beside if p.with_name("config.json").exists())
         raise ValueError(f"{path} is not a run folder (it has no config.json); there are: {', '.join(runs) or 'none'}")
-    config = _moved(read_if_there(file))
-    if "model_type" in config:
+    known = renewed(flat(read_if_there(file)))
+    if "model_type" in known:
         raise ValueError(f"{path} is a model and no run: evaluate takes it as --folder, sample and serve as --model")
+    if other := [name for name, _ in config_files.declared().sections() if name in known]:
+        raise ValueError(f"{other[0]} is a section of the config, and not {known[other[0]]!r:.60}")
     for name, field in config_files.fields().items():
-        section, last = _of_section(config, name)
         if name.startswith(_AROUND) or name in _AS_BEFORE:
-            section.setdefault(last, None if isinstance(field.default, Unset) else field.default)
-    known = flat(config)
+            known.setdefault(name, None if isinstance(field.default, Unset) else field.default)
     if missing := [name for name in config_files.fields() if name not in known]:
         raise ValueError(
             f"{file} was written by an older version, which did not have {', '.join(missing)}. Add what that version "
@@ -272,35 +271,24 @@ def read_config(path: Path) -> ConfigDict:
     for name, field in config_files.fields().items():
         value = float(known[name]) if field.kind is float and known[name] in ("inf", "-inf") else known[name]
         field.check_stored(name, value, file)
-        section, last = _of_section(kept, name)
-        section[last] = value
-    kept["run"]["accept_changes"] = False  # the word of a command
-    return ConfigDict(kept)
+        kept[name] = value
+    kept["run.accept_changes"] = False  # the word of a command
+    return ConfigDict(traverse_util.unflatten_dict(kept, sep="."))
 
 
-def _moved(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a run in which retired values have their successors, and fields that moved stand in their JSON."""
-    found = copy.deepcopy(dict(config))
-    for row in config_files.all_retired():
-        section, last = _of_section(found, row.name)
-        if row.value is not None and section.get(last) == row.value:
-            section[last] = row.successor
-        if row.into is not None and (value := section.pop(last, None)) is not None:
-            section, field = _of_section(found, row.into)
-            section[field] = json.dumps(json.loads(section.get(field) or "{}") | {last: value}, sort_keys=True)
-    return found
+def renewed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """An older run's fields, by dotted name, as a run of today has them.
 
-
-def _of_section(config: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
-    """The section of a field inside nested dicts, made where there is none, and the field's name there.
-
-    Raises ValueError if something else has the name of the section.
+    Retired values have their successors, and fields that moved stand in their JSON.
     """
-    *sections, last = name.split(".")
-    found = functools.reduce(lambda inside, section: inside.setdefault(section, {}), sections, config)
-    if not isinstance(found, dict):
-        raise ValueError(f"{'.'.join(sections)} is a section of the config, and not {found!r:.60}")
-    return found, last
+    found = dict(fields)
+    for row in config_files.all_retired():
+        if row.value is not None and found.get(row.name) == row.value:
+            found[row.name] = row.successor
+        if row.into is not None and (value := found.pop(row.name, None)) is not None:
+            known = json.loads(found.get(row.into) or "{}")
+            found[row.into] = json.dumps(known | {row.name.rpartition(".")[2]: value}, sort_keys=True)
+    return found
 
 
 def as_json(config: ConfigDict) -> dict[str, Any]:
@@ -312,15 +300,6 @@ def identity(config: ConfigDict) -> dict[str, Any]:
     """The fields that decide the numbers of a run. A resumed run has the values of its checkpoints."""
     found = {name: value for name, value in flat_fields(config).items() if not _may_change(name)}
     return {name: value for name, value in found.items() if name not in _AS_BEFORE or value}
-
-
-def renewed(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The `identity` in an older checkpoint, by the fields and values of today."""
-    nested: dict[str, Any] = {}
-    for name, value in identity.items():
-        section, last = _of_section(nested, name)
-        section[last] = value
-    return flat(_moved(nested))
 
 
 def flat_fields(config: ConfigDict) -> dict[str, Any]:
