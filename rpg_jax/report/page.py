@@ -95,7 +95,7 @@ def page_data(configs: Sequence[Config], *, rollout_steps: int) -> tuple[dict[st
             assert run.folder is not None
             read = [*rollouts.read_all(rollouts.files(run.folder, steps=rollout_steps))]
             first = len(chunks)
-            chunks += [r.packed() for r in read]
+            chunks += [r.packed for r in read]
             numbers += [r.numbers for r in read]
             kept = [{"chunk": first + i, "step": r.step, "completions": len(r.lengths)} for i, r in enumerate(read)]
             steps = run.records[-1]["step"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import gzip
 import json
 import re
@@ -84,13 +85,14 @@ class Rollouts:
             }
             clip, versions = column["clip"].astype(np.uint8), a["weight_versions"]
             read = cls(text, a["group_sizes"], a["lengths"], a["rewards"], a["pieces"], versions, numbers, clip)
-            read.packed()
+            read.packed  # noqa: B018 - a file that cannot be packed is not whole
             return read
         except Exception as error:  # its bytes may be anybody's: zlib, zipfile, NumPy and JSON each raise their own
             raise ValueError(f"{file} is not a whole rollout file ({error}); remove it") from error
 
+    @functools.cached_property
     def packed(self) -> str:
-        """Packs the file as base64 of gzipped bytes, all little-endian.
+        """The file as base64 of gzipped bytes, all little-endian.
 
         In order: u32 length of a JSON header; the header, padded to a multiple of 4 bytes; for each of `NUMBERS` its 4
         byte planes; i32 pieces; u8 clip states.

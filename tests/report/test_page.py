@@ -84,7 +84,7 @@ def test_time_leaves_out_the_step_that_compiles(leave_run, tmp_path):
 def test_packed_rollouts_are_the_file_to_twelve_bits(leave_run, tmp_path):
     file = leave_run(tmp_path / "a") / "rollouts/000010.npz"
     own = rollouts.Rollouts.read(file)
-    content = gzip.decompress(base64.b64decode(own.packed()))
+    content = gzip.decompress(base64.b64decode(own.packed))
     size = int.from_bytes(content[:4], "little")
     head, n = json.loads(content[4 : 4 + size]), sum(own.lengths)
     assert (head["step"], head["weights"], head["sizes"], len(head["verdicts"])) == (10, 20, [4] * 4, 16)
