@@ -9,7 +9,6 @@ python -m rpg_jax.sample --chat --run=runs/NAME   # the run's environment; witho
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -50,8 +49,7 @@ def sample(options: argparse.Namespace) -> None:
     from rpg_jax.runs.policy import Policy  # loads JAX: wrong flags need not wait for it
 
     how = {name: getattr(options, name) for name in ("k", "temperature", "seed")}
-    own = functools.partial(Policy.from_run, options.run, step=options.step)
-    policy = Policy.from_pretrained(options.model) if options.model else own()
+    policy = Policy.from_pretrained(options.model) if options.model else Policy.from_run(options.run, step=options.step)
     for prompt, samples in zip(options.prompt, policy.sample(options.prompt, **how), strict=True):
         print(prompt)
         for sample in samples:

@@ -276,13 +276,10 @@ class Demonstrations:
     def __next__(self) -> list[Batch]:
         """The micro-batches of the next update. Raises StopIteration after the last pass."""
         while not (batches := list(itertools.islice(self._pool, self._together))):
-            self._fill()
+            self._begun, self._used = (self._drawn, self._stream.state()), 0
+            self._pool = iter(packed(self._e, examples_of(self._e, self._next_problems()), self._shape))
         self._used += 1
         return batches
-
-    def _fill(self) -> None:
-        self._begun, self._used = (self._drawn, self._stream.state()), 0
-        self._pool = iter(packed(self._e, examples_of(self._e, self._next_problems()), self._shape))
 
     def _next_problems(self) -> list[data.Problem]:
         left = None if self._total is None else self._total - self._drawn
