@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -163,15 +164,9 @@ def plan(sets: Mapping[str, Sequence[Problem]], samples: Callable[[Problem], int
     """Chunks of about `completions` completions, in the order of the sets and their problems."""
     chunks: list[Chunk] = []
     for name, problems in sets.items():
-        waiting: list[Problem] = []
-        for problem in problems:
-            k = samples(problem)
-            if waiting and (k != samples(waiting[0]) or (len(waiting) + 1) * k > completions):
-                chunks.append(Chunk(name, waiting, samples(waiting[0])))
-                waiting = []
-            waiting.append(problem)
-        if waiting:
-            chunks.append(Chunk(name, waiting, samples(waiting[0])))
+        for k, alike in itertools.groupby(problems, key=samples):
+            own, size = list(alike), max(1, completions // k)
+            chunks += [Chunk(name, own[first : first + size], k) for first in range(0, len(own), size)]
     return chunks
 
 
