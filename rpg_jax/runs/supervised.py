@@ -277,28 +277,25 @@ class Demonstrations:
         """The micro-batches of the next update. Raises StopIteration after the last pass."""
         while not (batches := list(itertools.islice(self._pool, self._together))):
             self._begun, self._used = (self._drawn, self._stream.state()), 0
-            self._pool = iter(packed(self._e, examples_of(self._e, self._next_problems()), self._shape))
+            if not (problems := self._next_problems()):
+                raise StopIteration
+            self._pool = iter(packed(self._e, examples_of(self._e, problems), self._shape))
         self._used += 1
         return batches
 
     def _next_problems(self) -> list[data.Problem]:
-        left = None if self._total is None else self._total - self._drawn
-        if left == 0:
-            raise StopIteration
-        problems = self._stream.take(self._at_once if left is None else min(self._at_once, left))
+        """The problems of the next batches; [] after the last pass."""
+        left = self._at_once if self._total is None else self._total - self._drawn
+        problems = self._stream.take(min(self._at_once, left))
         self._drawn += len(problems)
         self.epoch = self._drawn / self._size
         return problems
 
     def count(self) -> int:
         """The number of updates from here to the end of the last pass. The batches are used up."""
-        found = 0
-        while True:
-            try:
-                examples = examples_of(self._e, self._next_problems())
-            except StopIteration:
-                return found
-            found += -(-data.rows_needed(examples, self._shape) // (self._shape.rows * self._together))
+        each = self._shape.rows * self._together
+        batches = (examples_of(self._e, problems) for problems in iter(self._next_problems, []))
+        return sum(-(-data.rows_needed(examples, self._shape) // each) for examples in batches)
 
     def state(self) -> dict[str, Any]:
         """The position in the demonstrations as a JSON-able dict."""
