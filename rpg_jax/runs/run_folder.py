@@ -364,8 +364,9 @@ def versions_with_history(file: Path, made_with: Mapping[str, Any]) -> tuple[dic
 def _version_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The differences between two starts of a run, in words: commit, Python, devices, packages; "" for none."""
     named = {name: (before.get(name), now.get(name)) for name in ("commit", "python", "devices")}
-    old, new = (each.get("installed") or each.get("packages") or {} for each in (before, now))
-    named |= {name: (old.get(name), new.get(name)) for name in sorted({*old, *new})} if before.get("installed") else {}
+    if old := before.get("installed"):  # versions of earlier programs have no such list
+        new = now["installed"]
+        named |= {name: (old.get(name), new.get(name)) for name in sorted({*old, *new})}
     changed = [f"{name} {was or 'none'} -> {has or 'none'}" for name, (was, has) in named.items() if was != has]
     return ", ".join(changed)
 
