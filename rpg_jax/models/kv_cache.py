@@ -119,10 +119,8 @@ class KVCache:
     ) -> KVCache:
         """Writes the keys and values [L, S, K, H] of one token a slot at the slot's length; adds 1 to every length.
 
-        `ragged` writes by a TPU kernel, see `ragged_append`.
-
         A full slot and a slot outside the mask `active` bool[S] keep their entries. Their lengths grow too. If
-        this cache is donated, the write is in place.
+        this cache is donated, the write is in place. With `ragged` a TPU kernel writes, see `ragged_append`.
         """
         places = self._next(active)
         scales: tuple[jax.Array, ...] = ()
@@ -131,7 +129,7 @@ class KVCache:
             scales = (*key_scale, *value_scale)
         keys, values = keys.astype(self.keys.dtype), values.astype(self.values.dtype)
         if ragged:
-            written = ragged_append(self.keys, self.values, places, keys, values, self.scales, scales)
+            written = ragged_append((self.keys, self.values, *self.scales), places, (keys, values, *scales))
             return KVCache(written[0], written[1], self.lengths + 1, tuple(written[2:]))
         slots = jnp.arange(self.slots)
 

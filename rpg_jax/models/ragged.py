@@ -76,29 +76,22 @@ def ragged_attention(
 
 
 def ragged_append(
-    keys: jax.Array,
-    values: jax.Array,
-    lengths: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    scales: tuple[jax.Array, ...] = (),
-    token_scales: tuple[jax.Array, ...] = (),
+    cache: tuple[jax.Array, ...], lengths: jax.Array, token: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
     """Writes one token at each slot's length, in place, and returns the cache; a full slot stays as it is.
 
     It moves only the tile that holds the place; a scatter would move the whole cache.
 
     Args:
-      keys, values, lengths, scales: the cache, as in `ragged_attention`.
-      k, v: [L, S, K, H].
-      token_scales: empty, or for an int8 cache [L, S, K, 1] of the key and of the value.
+      cache: keys, values, and in an int8 cache both scales, as in `ragged_attention`.
+      lengths: i32[S].
+      token: its keys and values [L, S, K, H], and for an int8 cache both scales [L, S, K, 1].
     """
-    held, token = (keys, values, *scales), (k, v, *token_scales)
     slots = partition_spec("slots")
     if slots is None:
-        return _append(held, lengths, token)
+        return _append(cache, lengths, token)
     specs = partition_spec(*_CACHE), slots, partition_spec(*_CACHE[:4])
-    return jax.shard_map(_append, in_specs=specs, out_specs=specs[0], check_vma=False)(held, lengths, token)
+    return jax.shard_map(_append, in_specs=specs, out_specs=specs[0], check_vma=False)(cache, lengths, token)
 
 
 def _block(numbers: int, width: int, capacity: int) -> int:

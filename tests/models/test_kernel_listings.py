@@ -32,8 +32,8 @@ def array(spec, *shape, dtype=jnp.bfloat16):
 def ours(cache, lengths, q, token):
     keys, values, *scales = cache
     mixed = ragged_attention(keys, values, lengths, tuple(scales))(q, token[0], token[0], jnp.int32(3))
-    small = token.astype(keys.dtype), token.astype(values.dtype), (), tuple(token[..., :1] for _ in scales)
-    return ragged_append(keys, values, lengths, *small[:2], tuple(scales), small[3]), mixed
+    small = token.astype(keys.dtype), token.astype(values.dtype), *(token[..., :1] for _ in scales)
+    return ragged_append(cache, lengths, small), mixed
 
 def paged(pages, lengths, q, token):
     def local(pages, lengths, q, token):
