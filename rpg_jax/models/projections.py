@@ -108,10 +108,8 @@ def swiglu(x: jax.Array, gate: Weight, up: Weight, down: Weight, axes: tuple[str
     if tokens is None or jax.sharding.get_abstract_mesh().size == 1:
         return _in_stretches(x, *(w.astype(x.dtype) for w in (gate, up, down)))
     local = functools.partial(_swiglu_shard, embed=mesh_axes("embed"), hidden=mesh_axes("hidden"))
-    wide, narrow = (
-        [weight_spec(w, ("embed",), ("hidden",)) for w in (gate, up)],
-        weight_spec(down, ("hidden",), ("embed",)),
-    )
+    wide = [weight_spec(w, ("embed",), ("hidden",)) for w in (gate, up)]
+    narrow = weight_spec(down, ("hidden",), ("embed",))
     # check_vma=False: gathered weights are equal on all devices, which the type system cannot see.
     specs = (tokens, *wide, narrow)
     return jax.shard_map(local, in_specs=specs, out_specs=tokens, check_vma=False)(x, gate, up, down)
