@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 from rpg_jax.data.prompts import TEMPLATES, Problem, encode_prompt, rendered
-from rpg_jax.data.sources import HUB, SHARED_WORDS, Report, decontaminate, load, write_parquet
+from rpg_jax.data.rows import Report
+from rpg_jax.data.sources import HUB, SHARED_WORDS, decontaminate, load, write_parquet
 from rpg_jax.report import screen
 from rpg_jax.runs import cli
 
@@ -101,11 +102,11 @@ def _counts(problems: Sequence[Problem], report: Report) -> rich.table.Table:
 def _columns(report: Report) -> rich.table.Table:
     """A table of the columns that were read, with their meanings, and of the columns that were ignored."""
     table = _table("columns", "read as", "column", "rows")
-    for (meaning, column), rows in sorted(report.columns.taken.items()):
+    for (meaning, column), rows in sorted(report.taken.items()):
         table.add_row(meaning, Text(column), str(rows))
-    for column, rows in sorted(report.columns.ignored.items()):
+    for column, rows in sorted(report.ignored.items()):
         table.add_row("ignored", Text(column), str(rows))
-    if ("answer", "solution") in report.columns.taken:
+    if ("answer", "solution") in report.taken:
         table.caption = (
             "The answer is the whole text of `solution`. If that is a worked solution, name the column "
             "`demonstration`, and give the final answer as `answer`."

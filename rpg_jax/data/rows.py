@@ -35,14 +35,20 @@ class Reading:
 
 
 @dataclasses.dataclass
-class Columns:
-    """Counts of rows by the columns that were read or ignored.
+class Report:
+    """Counts of the rows of a source.
 
     Attributes:
+      rows: rows read.
+      repeated: rows that repeated an earlier problem; each row adds its samples to the problem's `samples`.
+      bad: "file, row n: reason" for each row that could not be used.
       taken: (meaning, column) -> number of rows in which the column was read so, e.g. ("answer", "solution").
       ignored: column -> number of rows in which the column has a value and was not read.
     """
 
+    rows: int = 0
+    repeated: int = 0
+    bad: list[str] = dataclasses.field(default_factory=list)
     taken: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
     ignored: Counter[str] = dataclasses.field(default_factory=Counter)
 
@@ -72,12 +78,12 @@ class Row(Mapping[str, Any]):
                 return key
         return None
 
-    def note(self, columns: Columns) -> None:
-        columns.taken.update(self.taken.items())
-        columns.ignored.update(str(k) for k, v in self._row.items() if k not in self.looked_at and v is not None)
+    def note(self, report: Report) -> None:
+        report.taken.update(self.taken.items())
+        report.ignored.update(str(k) for k, v in self._row.items() if k not in self.looked_at and v is not None)
 
 
-def read_row(row: Any, reading: Reading, prompt_id: int, columns: Columns) -> Problem:
+def read_row(row: Any, reading: Reading, prompt_id: int, report: Report) -> Problem:
     """Returns the problem in a row.
 
     Without `reading.shape` a row has the official schema, {data_source, prompt: [{role, content}], ability,
@@ -86,7 +92,7 @@ def read_row(row: Any, reading: Reading, prompt_id: int, columns: Columns) -> Pr
     of `ANSWER_KEYS`. Any row may have a demonstration under one of `DEMONSTRATION_KEYS`; then the answer is optional.
 
     Args:
-      columns: counts the columns that were read, and the other columns.
+      report: counts the columns that were read, and the other columns.
 
     Raises:
       BadRow: a key is missing, a type is wrong, or the prompt or the answer is empty.
@@ -95,7 +101,7 @@ def read_row(row: Any, reading: Reading, prompt_id: int, columns: Columns) -> Pr
         raise BadRow(f"expected an object, got {type(row).__name__}")
     noted = Row(row)
     problem = _read(noted, reading, prompt_id)
-    noted.note(columns)
+    noted.note(report)
     return problem
 
 

@@ -17,8 +17,8 @@ from rpg_jax import storage
 from rpg_jax.data.prompts import Problem
 from rpg_jax.data.rows import (
     BadRow,
-    Columns,
     Reading,
+    Report,
     countdown_shape,
     gsm8k_shape,
     official_row,
@@ -60,23 +60,6 @@ HUB = {
 }
 
 
-@dataclasses.dataclass
-class Report:
-    """Counts of the rows of a source.
-
-    Attributes:
-      rows: rows read.
-      repeated: rows that repeated an earlier problem; each row adds its samples to the problem's `samples`.
-      bad: "file, row n: reason" for each row that could not be used.
-      columns: the columns that were read, with their meanings, and the columns that were ignored.
-    """
-
-    rows: int = 0
-    repeated: int = 0
-    bad: list[str] = dataclasses.field(default_factory=list)
-    columns: Columns = dataclasses.field(default_factory=Columns)
-
-
 def load(
     sources: str | Iterable[str],
     *,
@@ -114,7 +97,7 @@ def load(
             try:
                 if isinstance(row, BadRow):
                     raise row
-                _merge(merged, read_row(row, reading, len(merged), report.columns), report)
+                _merge(merged, read_row(row, reading, len(merged), report), report)
             except BadRow as reason:
                 report.bad.append(f"{where}: {reason}")
     if report.bad and bad_rows == "fatal":

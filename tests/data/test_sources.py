@@ -286,7 +286,7 @@ def test_a_demonstration_is_read_from_every_form_and_an_answer_may_then_be_missi
     path = jsonl(tmp_path / "a.jsonl", [{**row, "left": 1}])
     [problem], report = load(path, template="[{question}]")
     assert (problem.system, problem.prompt, problem.answer, problem.demonstrations) == (system, prompt, answer, shown)
-    assert report.columns.taken[taken] == 1 and report.columns.ignored["left"] == 1
+    assert report.taken[taken] == 1 and report.ignored["left"] == 1
     write_parquet([problem], tmp_path / "b.parquet")
     [again], _ = load(str(tmp_path / "b.parquet"))
     assert (again.prompt, again.demonstrations, again.answer) == (prompt, shown, answer)
