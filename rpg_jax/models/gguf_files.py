@@ -33,18 +33,6 @@ _KNOWN = {
 }
 _OFF = {"expert_count": 0, "expert_used_count": 0, "rope.scaling.type": "none"}
 _CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    **{f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"},
-    "self_attn.o_proj": "attn_output",
-    **{f"self_attn.{x}_norm": f"attn_{x}_norm" for x in "qk"},
-    **{f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")},
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-"""The name of a module in GGUF, by its name in Hugging Face layout, without "model.layers.N."."""
 
 
 def kept_folder(file: Path, *, weights: bool = True) -> Path:
@@ -85,7 +73,7 @@ def convert(file: Path, folder: Path, *, weights: bool = True) -> int:
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         fields = _config_fields(metadata, tensors)
         config = parse_config(fields)
-        needed = _needed(config, tensors)
+        needed = _needed(config, fields["model_type"], tensors)
         described = _tokenizer_files(metadata, fields)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         reason = f"it has no field {error}" if isinstance(error, KeyError) else error
@@ -170,10 +158,13 @@ def _llama3(divisors: Any, head_dim: int, theta: float) -> dict[str, Any] | None
     return {"rope_type": "llama3", **dataclasses.asdict(extension)}
 
 
-def _needed(config: DecoderConfig, tensors: Mapping[str, Any]) -> dict[str, Any]:
+def _needed(config: DecoderConfig, family: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The file's tensor for each name in Hugging Face layout. Raises ValueError where names or shapes do not fit."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
     shapes = {name: entry.tensor_shape for entry in layout(config) for _, name in entry.tensors()}
-    named = {name: _gguf_name(name) for name in shapes}
+    names = get_tensor_name_map(MODEL_ARCH[family.upper()], config.num_layers)
+    named: dict[str, Any] = {name: names.get_name(name, try_suffixes=(".weight", ".bias")) for name in shapes}
     missing = sorted(set(named.values()) - tensors.keys())
     extra = sorted(tensors.keys() - set(named.values()) - {"rope_freqs.weight"})
     if missing or extra:
@@ -184,13 +175,6 @@ def _needed(config: DecoderConfig, tensors: Mapping[str, Any]) -> dict[str, Any]
         if found != shapes[name]:
             raise ValueError(f"its tensor {own} is {found}, not {shapes[name]}")
     return {name: tensors[own] for name, own in named.items()}
-
-
-def _gguf_name(name: str) -> str:
-    """The name in GGUF of a tensor in Hugging Face layout."""
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
-    module, _, kind = name[layer.end() if layer else 0 :].rpartition(".")
-    return (f"blk.{layer[1]}." if layer else "") + f"{_NAMES[module]}.{kind}"
 
 
 def _write_weights(file: Path, folder: Path, config: DecoderConfig, family: str, needed: Mapping[str, Any]) -> int:
