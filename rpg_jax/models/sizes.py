@@ -6,10 +6,14 @@ table. Instruct models have the shapes of their base model; some have another no
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import jax
+
 from rpg_jax.models.config import DecoderConfig, Experts, Llama3, Rope
+from rpg_jax.models.decoder import abstract
 
 
 def _qwen2(layers, width, heads, kv_heads, hidden, *, eps=1e-6, context=131_072, theta=1e6) -> DecoderConfig:
@@ -140,14 +144,7 @@ def hub_address(name: str) -> str:
     return places.get(name.partition("-")[0], f"Qwen/{name}")
 
 
+@functools.cache
 def parameter_count(config: DecoderConfig) -> int:
     """The number of weights."""
-    D, H = config.embed_dim, config.head_dim
-    attention = 2 * D * config.num_heads * H + 2 * D * config.num_kv_heads * H
-    attention += (config.num_heads + 2 * config.num_kv_heads) * H * config.qkv_bias + 2 * H * config.qk_norm
-    if config.experts:
-        mlp = config.experts.count * (D + 3 * D * config.experts.hidden_dim)
-    else:
-        mlp = 3 * D * config.hidden_dim
-    embeddings = config.vocab_size * D * (1 if config.tie_embeddings else 2)
-    return embeddings + D + config.num_layers * (attention + mlp + 2 * D)
+    return sum(x.size for x in jax.tree.leaves(abstract(config)[1]))
