@@ -199,7 +199,12 @@ def advantages(
       ValueError: an unknown name, an advantage from a critic, a wrong shape, a whitened advantage without `lengths`,
         or `counted` for an advantage that cannot leave a completion out.
     """
-    declared = _of_rewards(name)
+    declared = lookup({**ADVANTAGES, **LEARNED_ADVANTAGES}, "advantage", name)
+    if name in LEARNED_ADVANTAGES:
+        raise ValueError(
+            f"advantage {name!r} comes from the values of a critic, not from rewards alone: call losses.{name} with "
+            f"values, or choose one of {', '.join(ADVANTAGES)}"
+        )
     rewards = jnp.asarray(rewards)
     rewards = jax.lax.stop_gradient(rewards.astype(jnp.promote_types(rewards.dtype, jnp.float32)))
     if rewards.ndim != 2:
@@ -228,17 +233,6 @@ def advantages(
     if jnp.shape(found) != rewards.shape:
         raise ValueError(f"advantage {name!r} must return the shape of rewards {rewards.shape}, got {jnp.shape(found)}")
     return found if counted is None else jnp.where(counted, found, 0)
-
-
-def _of_rewards(name: str) -> Declared:
-    """The declaration of an advantage. Raises ValueError for an unknown name, and for an advantage from a critic."""
-    declared = lookup({**ADVANTAGES, **LEARNED_ADVANTAGES}, "advantage", name)
-    if name in LEARNED_ADVANTAGES:
-        raise ValueError(
-            f"advantage {name!r} comes from the values of a critic, not from rewards alone: call losses.{name} with "
-            f"values, or choose one of {', '.join(ADVANTAGES)}"
-        )
-    return declared
 
 
 def _compared(rewards: jax.Array, counted: ArrayLike) -> jax.Array:

@@ -40,7 +40,6 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         rights. The methods of the object are functions "module:Class.method".
       size: number of processes; by default one per CPU, at most 8.
       deadline_s: seconds a task may take.
-      memory_bytes: address space that a process may use beyond the need of its imports.
       recycle_after: tasks after which a process is replaced.
 
     Attributes:
@@ -54,13 +53,12 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         made: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         size: int | None = None,
         deadline_s: float = 10.0,
-        memory_bytes: int = 2**29,
         recycle_after: int = 5000,
     ):
         self.counts: collections.Counter[str] = collections.Counter()
         self._functions = {path: [*functions[path]] for path in sorted(functions)}
         self._made = {path: dict(options) for path, options in made.items()}
-        self._deadline_s, self._memory_bytes, self._recycle_after = deadline_s, memory_bytes, recycle_after
+        self._deadline_s, self._recycle_after = deadline_s, recycle_after
         self._lock = threading.Lock()
         self._lost: collections.Counter[int] = collections.Counter()  # processes that ended before they were ready
         self._processes = [self._spawn() for _ in range(size or min(8, os.cpu_count() or 1))]
@@ -172,8 +170,8 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
                 selector.select(max(0.0, nearest - time.monotonic()))
 
     def _spawn(self) -> _Process:
-        setup = {"functions": self._functions, "made": self._made, "memory_bytes": self._memory_bytes}
-        return _Process(json.dumps({**setup, "startup_s": STARTUP_S, "deadline_s": self._deadline_s}))
+        seconds = {"startup_s": STARTUP_S, "deadline_s": self._deadline_s}
+        return _Process(json.dumps({"functions": self._functions, "made": self._made, **seconds}))
 
 
 class _Waiting:

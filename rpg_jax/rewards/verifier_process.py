@@ -28,13 +28,14 @@ _DENIED = (
     *("os.chown", "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate"),
     *("socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo", "shutil.rmtree"),
 )
+_MEMORY_BYTES = 2**29  # of address space, beyond the need of the imports
 _denied: list[str] = []
 
 
 def main() -> None:
     """Argument: JSON {"functions": {module:function: [argument, …], …}, "made": {module:Class: options, …}, …}.
 
-    And "memory_bytes", "startup_s", "deadline_s".
+    And "startup_s", "deadline_s".
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -51,7 +52,7 @@ def main() -> None:
     except Exception as error:
         _write(verdicts, {"failed": str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"})
         return
-    _confine(setup["memory_bytes"])
+    _confine()
     own_pid = os.getpid()
     signal.setitimer(signal.ITIMER_REAL, 0)
     _write(verdicts, {"ready": own_pid})
@@ -96,12 +97,12 @@ def _write(file, message: dict[str, Any]) -> None:
     file.flush()
 
 
-def _confine(memory_bytes: int) -> None:
+def _confine() -> None:
     limits = {"CORE": 0, "FSIZE": 0, "NOFILE": 64}
     if sys.platform == "linux":  # elsewhere these two are not enforced or not there
         with open("/proc/self/statm", encoding="utf-8") as statm:
             virtual = int(statm.read().split()[0]) * resource.getpagesize()
-        limits |= {"AS": virtual + memory_bytes, "NPROC": 0}
+        limits |= {"AS": virtual + _MEMORY_BYTES, "NPROC": 0}
     for name, value in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -198,7 +198,6 @@ def test_an_import_that_hangs_ends_without_the_parent(folder):
     setup = {
         "functions": {"hanging:f": ARGUMENTS},
         "made": {},
-        "memory_bytes": 2**29,
         "startup_s": 0.05,
         "deadline_s": 1,
     }
