@@ -106,9 +106,6 @@ def token_loss(name: str | Loss, tokens: Tokens, **hyperparameters: Any) -> Toke
     return TokenLoss(result.values * correction.weight, {**result.events, **correction.events})
 
 
-ArrayLoss = Callable[..., tuple[jax.Array, Metrics]]
-"""A loss as a function of arrays, see `of_arrays`."""
-
 _ARRAYS = """
 The arguments:
 
@@ -129,7 +126,7 @@ range and for shapes that do not match.
 """
 
 
-def of_arrays(loss: Loss | Callable[..., TokenLoss]) -> ArrayLoss:
+def of_arrays(loss: Loss | Callable[..., TokenLoss]) -> Callable[..., tuple[jax.Array, Metrics]]:
     """A loss of tokens as a function of arrays, to be called as the losses of rlax are.
 
         value, metrics = of_arrays(loss)(logprobs, behaviour_logprobs, advantages, mask, tau=0.5)

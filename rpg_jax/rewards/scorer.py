@@ -38,8 +38,6 @@ from rpg_jax.rewards.verifiers import (
 if TYPE_CHECKING:
     from rpg_jax.types import Turns  # loads JAX
 
-VERDICTS = (-1.0, 0.0, 1.0)
-"""Wrong, wrong and right: the scores that need no threshold."""
 _FIRST_SCORES = 1000  # a part of the first step of a large run, the first steps of a small one
 
 
@@ -268,7 +266,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         A grade among the first scores is an error. A later grade is noted once: a run does not end for one rare score
         after hundreds of steps.
         """
-        grade = next((score for score in scores if score not in VERDICTS), None)
+        grade = next((score for score in scores if score not in (-1, 0, 1)), None)
         if grade is None or self._grade_noted:
             self._grades_refused -= len(scores)
             return

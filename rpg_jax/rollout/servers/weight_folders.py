@@ -15,13 +15,12 @@ from typing import Any, NoReturn
 import numpy as np
 
 from rpg_jax.models import Base, Saving
+from rpg_jax.models.hf_saving import LAST
 from rpg_jax.parallel import hosts
 from rpg_jax.rollout.servers.balance import Loadable
 from rpg_jax.rollout.servers.protocol import Probe
 from rpg_jax.rollout.weights import Params, RolloutError, Weights, weights_checksum
 from rpg_jax.storage import errors
-
-_LAST = "config.json"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -185,7 +184,7 @@ class WeightFolders(Weights):
         """Whether the folder is complete. If not, the first process removes the rest of an earlier attempt."""
         if not hosts.is_first():
             return False
-        there = (folder / _LAST).exists()
+        there = (folder / LAST).exists()
         if not there:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
@@ -195,7 +194,7 @@ class WeightFolders(Weights):
         began = time.perf_counter()
         for other in self._home.glob("weights-*") if hosts.is_first() else ():
             if other.name not in keep:
-                (other / _LAST).unlink(missing_ok=True)  # first: a folder without config.json is not complete
+                (other / LAST).unlink(missing_ok=True)  # first: a folder without config.json is not complete
                 shutil.rmtree(other, ignore_errors=True)
         written = errors.retried(lambda: self._saving.write(folder, blocks), folder) if blocks else 0
         return {"bytes": written, "seconds": time.perf_counter() - began}
