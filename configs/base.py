@@ -210,6 +210,9 @@ FIELDS = Section(
         max_staleness=Field(0, "The steps that sampling may run ahead of training, on one device, on rollout.devices "
             "or on servers. 0: they alternate.", "steps",
             range="[0, 1000]"),
+        partial_tokens=Field(optional(int), "The most tokens of a completion that a step draws; later steps draw the "
+            "rest under their weights, and no step waits for its longest completion. Unset: whole completions.",
+            "tokens", range="[1, 1048576]"),
         int8=Field(False, "Decode with 8-bit matrices; set loss.sampler_correction, raise max_sampler_gap."),
         int8_kv=Field(False, "Keep keys and values in 8 bits while decoding. The same advice applies."),
         max_sampler_gap=Field(optional(float), "The run stops above this mean |log pi_s - log pi|, pi being the "
@@ -249,9 +252,9 @@ FIELDS = Section(
         name=Field(from_method(str), "The loss, or a function of your own as module:function (docs/library.md).",
             choices="rpg_jax.losses:LOSSES"),
         arguments=Field(from_method(str), 'Hyperparameters of the loss that have no field here, as JSON: '
-            '{"tau": 0.5}. Of the shipped losses: weight_cap, trace_cap of rpg, mask_divergence, mask_threshold of '
-            "dppo, width_low, width_high and width_dual of ctpo, trust_region of drpo, tau_positive, tau_negative of "
-            "sapo, penalty_level of opmd; docs/methods.md."),
+            '{"tau": 0.5}. Of the shipped losses: weight_cap, trace_cap of rpg, kl_clamp of grpo, mask_divergence, '
+            "mask_threshold of dppo, width_low, width_high and width_dual of ctpo, trust_region of drpo, tau_positive, "
+            "tau_negative of sapo, penalty_level of opmd; docs/methods.md."),
         divergence=Field(from_method(str), "rpg: the divergence.", choices="rpg_jax.losses:DIVERGENCES"),
         estimator=Field(from_method(str), "rpg: the gradient's estimator. exact: the KL at a token's prefix is summed "
             "over the vocabulary, which takes the reference's weights to every update; for level token and to_go.",
@@ -278,8 +281,6 @@ FIELDS = Section(
         clip_dual=Field(from_method(float), "The bound c of the dual clip. inf: no dual clip.", range="(1, inf]"),
         kl_weighting=Field(from_method(str), "grpo: the weight of the KL term: none, as published, or the importance "
             "ratio, as corrected (errata 16).", choices=("none", "importance")),
-        kl_clamp=Field(from_method(float), "grpo: the bound of a token's published KL term. inf: none.", "nats",
-            range="(0, inf]"),
         aggregate=Field(from_method(str), "The mean of the tokens' losses.", choices="rpg_jax.losses:AGGREGATES"),
         constant_length=Field(from_method(int), "The length for aggregate=constant. Unset: rollout.max_tokens.",
             "tokens", range="[1, 1048576]"),
@@ -438,6 +439,7 @@ _FLEET = {
 _MOVED = {
     "loss.weight_cap": '{"weight_cap": 2.0}',
     "loss.trace_cap": '{"trace_cap": Infinity}',
+    "loss.kl_clamp": '{"kl_clamp": 10.0}',
     "loss.mask_divergence": '{"mask_divergence": "kl"}',
     "loss.mask_threshold": '{"mask_threshold": 0.1}',
     "loss.tau_positive": '{"tau_positive": 1.0}',
@@ -497,7 +499,7 @@ RETIRED = (
     Retired(
         "rollout.overprovision",
         "2026-11-25",
-        "a step waits for all its groups; with rollout.max_staleness training fills the wait",
+        "a step waits for all its groups; rollout.max_staleness and rollout.partial_tokens shorten the wait",
         fixed=0.0,
     ),
     Retired("rollout.swap", "2026-11-26", "new weights take over between two batches", fixed="between"),

@@ -130,10 +130,11 @@ class Completion:
       finish_reason: "stop" where the policy or its environment ended it; the last token is a stop token. "length" where
         the limit of tokens cut it off, or left no room for an observation. "turns" where the limit of turns ended a
         conversation that its environment would have continued.
-      weight_version: version of the weights that sampled the completion.
+      weight_version: version of the weights that sampled the completion, or its last tokens.
       turns: the turns of a conversation with an environment; None without an environment.
       experts: [m + n, L, k], unsigned integers: the k experts in each of L layers to which the sampler's routers sent
         each of the m tokens of the prompt and the n tokens; None if they were not recorded.
+      versions: i32[n], for each token the version of the weights that sampled it; None if all have `weight_version`.
     """
 
     tokens: np.ndarray
@@ -142,6 +143,18 @@ class Completion:
     weight_version: int
     turns: Turns | None = None
     experts: np.ndarray | None = None
+    versions: np.ndarray | None = None
+
+    @property
+    def token_versions(self) -> np.ndarray:
+        """i32[n], for each token the version of the weights that sampled it."""
+        return np.full(len(self.tokens), self.weight_version, np.int32) if self.versions is None else self.versions
+
+    def followed_by(self, rest: "Completion") -> "Completion":
+        """The completion of one turn whose later tokens are `rest`, which other weights may have sampled."""
+        both = [(getattr(self, name), getattr(rest, name)) for name in ("tokens", "logprobs", "token_versions")]
+        tokens, logprobs, versions = map(np.concatenate, both)
+        return dataclasses.replace(rest, tokens=tokens, logprobs=logprobs, versions=versions)
 
     @property
     def truncated(self) -> bool:

@@ -85,6 +85,12 @@ class Group:
         return dataclasses.replace(self, **scores)
 
 
+def unscored(problem: Problem, prompt: np.ndarray, completions: list[Completion]) -> Group:
+    """A group whose completions have no scores yet, for `groups_to_bytes`."""
+    zeros = np.zeros(len(completions), np.float32)
+    return Group(problem, prompt, completions, [""] * len(completions), zeros, zeros)
+
+
 def encode_groups(groups: Sequence[Group]) -> str:
     """Groups as compressed text for a checkpoint's record; "" for no groups.
 
@@ -118,7 +124,7 @@ def groups_to_bytes(groups: Sequence[Group]) -> bytes:
         "prompt_lengths": np.array([len(g.prompt) for g in groups]),
         "prompts": np.concatenate([g.prompt for g in groups]),
         "tokens": np.concatenate([c.tokens for c in completions]),
-        "versions": np.concatenate([np.full(len(c.tokens), c.weight_version, np.int32) for c in completions]),
+        "versions": np.concatenate([c.token_versions for c in completions]),
         "sampler_logprobs": np.concatenate([c.logprobs for c in completions]),
         "behaviour_logprobs": np.concatenate(
             [np.zeros(0, np.float32), *(x for g in groups for x in g.behaviour_logprobs or ())]
@@ -152,9 +158,10 @@ def groups_from_bytes(packed: bytes) -> list[Group]:
             tokens,
             logprobs,
             reason,
-            int(versions[0]),
+            int(versions[-1]),
             turns and Turns.of(**turns, length=len(tokens)),
             own,
+            versions if (versions != versions[-1]).any() else None,
         )
         for tokens, logprobs, reason, versions, turns, own in zip(
             split("tokens", "lengths"),

@@ -9,6 +9,7 @@ from rpg_jax.rollout.drivers import find_driver as find_driver
 from rpg_jax.rollout.drivers import make_rollout as make_rollout
 from rpg_jax.rollout.engine import DecodeEngine as DecodeEngine
 from rpg_jax.rollout.request import Request as Request
+from rpg_jax.rollout.request import Start as Start
 from rpg_jax.rollout.rollout import Feedable as Feedable
 from rpg_jax.rollout.rollout import GroupJournal as GroupJournal
 from rpg_jax.rollout.rollout import Rollout as Rollout

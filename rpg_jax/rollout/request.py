@@ -49,6 +49,24 @@ class Responder(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class Start:
+    """Where a prompt's completions begin in a call that draws only a part of them, see `training.partial`.
+
+    Attributes:
+      seed, step: counters of the random keys.
+      max_tokens: the most tokens of a completion after the call, `drawn` included.
+      index: the completion that goes on; its tokens so far are the end of the prompt. None: the whole group begins.
+      drawn: the number of these tokens.
+    """
+
+    seed: int
+    step: int
+    max_tokens: int
+    index: int | None = None
+    drawn: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Request:
     """`group_size` completions of each prompt.
 
@@ -65,6 +83,7 @@ class Request:
       expected: tokens of a mean completion of each prompt; None where unknown. The longest completions begin first.
       environment: answers every turn. A completion then is a conversation of at most `sampling.max_tokens` tokens, the
         environment's tokens included. None: a completion is one turn.
+      starts: of each prompt; None: all completions begin, and no call goes on with them.
 
     Raises:
       ValueError: a value out of range, or a prompt that is not a 1-D array of at least one token.
@@ -80,6 +99,7 @@ class Request:
     on_group: OnGroup | None = None
     expected: Sequence[float | None] | None = None
     environment: Responder | None = None
+    starts: Sequence[Start] | None = None
 
     def __post_init__(self):
         stop, prompts = self.sampling.stop_token_ids, len(self.prompts)
@@ -109,10 +129,11 @@ class Request:
                     f"prompt {i} (id {prompt_id}) has token ids from {np.min(prompt)} to {np.max(prompt)}; the model's "
                     f"vocabulary is 0..{vocab_size - 1}"
                 )
-            if len(prompt) + max_tokens > capacity:
+            drawn = self.start(i).drawn
+            if len(prompt) - drawn + max_tokens > capacity:
                 raise ValueError(
-                    f"prompt {i} (id {prompt_id}) has {len(prompt)} tokens, and with max_tokens {max_tokens} does not "
-                    f"fit a slot of {capacity} tokens; raise the rollout's capacity, or filter long prompts"
+                    f"prompt {i} (id {prompt_id}) has {len(prompt) - drawn} tokens, and with max_tokens {max_tokens} "
+                    f"does not fit a slot of {capacity} tokens; raise the rollout's capacity, or filter long prompts"
                 )
 
     @property
@@ -124,9 +145,32 @@ class Request:
         to_come = [usual if n is None else n for n in known]
         return sorted(range(len(known)), key=lambda i: (-to_come[i], -len(self.prompts[i])))
 
-    def counters(self, place: int, index: int) -> tuple[int, int, int, int]:
-        """(seed, step, prompt_id, index), the origin of the random key of one completion."""
-        return self.seed, self.step, self.prompt_ids[place], index
+    def start(self, place: int) -> Start:
+        """Where the completions of the prompt at `place` begin."""
+        return self.starts[place] if self.starts else Start(self.seed, self.step, self.sampling.max_tokens)
+
+    def indices(self, place: int) -> Sequence[int]:
+        """The numbers in their group of the completions of the prompt at `place`."""
+        index = self.start(place).index
+        return range(self.group_size) if index is None else [index]
+
+    def rows(self, place: int) -> "list[Row]":
+        """The completions in the making of the prompt at `place`; none if the caller has them."""
+        if place in self.done:
+            return []
+        start, prompt = self.start(place), self.prompts[place]
+        sampling = dataclasses.replace(self.sampling, max_tokens=start.max_tokens)
+        return [
+            Row(
+                prompt,
+                (start.seed, start.step, self.prompt_ids[place], index),
+                sampling,
+                place,
+                start.drawn,
+                environment=self.environment,
+            )
+            for index in self.indices(place)
+        ]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -178,10 +222,11 @@ class Row:
     """One completion in the making.
 
     Attributes:
-      prompt: i32[n].
+      prompt: i32[n]; the tokens that earlier calls have drawn are its end.
       counters: (seed, step, prompt_id, index), the origin of the completion's random key.
       sampling: the sampling parameters of the whole completion.
       group: the prompt's place in the request.
+      drawn: the number of tokens that earlier calls have drawn. `sampling.max_tokens` counts them.
       environment: answers the completion's turns; None for a completion of one turn.
       channel: a driver with threads reports this row here; None for other drivers.
       prompt_row: the row of the prefill that has the tokens so far.
@@ -195,6 +240,7 @@ class Row:
     counters: tuple[int, int, int, int]
     sampling: Sampling
     group: int = 0
+    drawn: int = 0
     environment: Responder | None = None
     channel: Any = None
     prompt_row: int = 0
@@ -210,8 +256,8 @@ class Row:
 
     @property
     def limit(self) -> int:
-        """The most tokens that the completion has at the end of its present turn."""
-        most = self.sampling.max_tokens
+        """The most tokens that the transcript has at the end of its present turn."""
+        most = self.sampling.max_tokens - self.drawn
         return (
             most if self.environment is None else min(most, self.transcript.turn_start + self.environment.turn_tokens)
         )

@@ -188,16 +188,17 @@ class GroupJournal:
     def look_up(self, request: Request, weights: Weights, split: Split) -> Kept:
         """The groups of `request` under `weights` that the journal has. Hosts that ask for the same prompts meet."""
         keys, wanted = self._keys(request, weights), len(request.prompts)
+        sizes = [len(request.indices(place)) for place in range(wanted)]
         found, elsewhere = self._journal.find(keys), frozenset[int]()
         if split is Split.TOGETHER:
             by_all = set(found).intersection(*_found_by_each(found))
             found = {place: group for place, group in found.items() if place in by_all}
         if split is Split.TAKEN:
             found, elsewhere = _divided(found)
-        there = len(found) + len(elsewhere)
-        sizes = {"found": there * request.group_size, "sampled": (wanted - there) * request.group_size}
-        self._journal.count(request.step, **sizes)
-        return Kept(keys, found, elsewhere, there < wanted, split)
+        there = elsewhere.union(found)
+        completions = sum(sizes[place] for place in there)
+        self._journal.count(request.step, found=completions, sampled=sum(sizes) - completions)
+        return Kept(keys, found, elsewhere, len(there) < wanted, split)
 
     def missing(self, request: Request, kept: Kept) -> Request:
         """`request` without the groups that the journal has. The journal keeps each group that is completed."""
@@ -221,9 +222,14 @@ class GroupJournal:
             **dataclasses.asdict(request.sampling),
             **self._settings,
         }
+        starts = [{"start": dataclasses.asdict(start)} for start in request.starts or ()]
         return [
-            common | {"prompt_id": int(i), "prompt": hashlib.sha256(prompt.astype("<i4").tobytes()).hexdigest()[:16]}
-            for i, prompt in zip(request.prompt_ids, request.prompts, strict=True)
+            common
+            | {"prompt_id": int(i), "prompt": hashlib.sha256(prompt.astype("<i4").tobytes()).hexdigest()[:16]}
+            | start
+            for i, prompt, start in zip(
+                request.prompt_ids, request.prompts, starts or [{}] * len(request.prompts), strict=True
+            )
         ]
 
 
@@ -315,6 +321,7 @@ class _Parcel:
             done=frozenset(i for i, place in enumerate(places) if place in whole.done),
             on_group=self._note,
             expected=None,
+            starts=whole.starts and [whole.starts[place] for place in places],
             environment=_Part(whole.environment, places) if whole.environment is not None else None,
         )
 

@@ -67,13 +67,7 @@ def plan(engine: DecodeEngine, request: Request) -> tuple[list[list[Row]], list[
       ValueError: the engine cannot serve the request.
     """
     request.check_fits(capacity=engine.decoding.capacity, vocab_size=engine.config.vocab_size)
-    groups = [
-        [
-            Row(prompt, request.counters(place, index), request.sampling, place, environment=request.environment)
-            for index in range(0 if place in request.done else request.group_size)
-        ]
-        for place, prompt in enumerate(request.prompts)
-    ]
+    groups = [request.rows(place) for place in range(len(request.prompts))]
     return groups, _chunks(engine.decoding, request, groups)
 
 
@@ -239,7 +233,10 @@ class Schedule:
                 elif row.channel is not None:
                     row.channel.close(row)
             if batch:
-                rows = [(slot, row.prompt_row, row.transcript.count, row.counters, row.of_turn) for slot, row in batch]
+                rows = [
+                    (slot, row.prompt_row, row.drawn + row.transcript.count, row.counters, row.of_turn)
+                    for slot, row in batch
+                ]
                 self._state = self.engine.insert(prefix, self._state, rows)
             filled += batch
         self.live.update(filled)

@@ -17,7 +17,7 @@ from rpg_jax.models.lora import init_adapters, load_adapters, merged
 from rpg_jax.models.weights import quantized
 from rpg_jax.runs.branching import Parent
 from rpg_jax.runs.layout import Layout, abstract_model
-from rpg_jax.runs.resolve import loss_arguments
+from rpg_jax.runs.resolve import lags, loss_arguments
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.training.critic import Critic
 from rpg_jax.training.objective import Objective, mean_fn, policy_loss_fn
@@ -101,13 +101,13 @@ def is_on_policy(layout: Layout) -> bool:
     """Whether a step is one update on completions of the weights before the update, see `loop.Algorithm.on_policy`.
 
     A critic, a mixture's routers and the KL's baseline of whole completions read a pass before the update. Groups that
-    are carried over, or sampled ahead, are of older weights.
+    are carried over, sampled ahead or sampled in parts are of older weights.
     """
     c, (name, hyperparameters) = layout.config, loss_arguments(layout.config)
     carries = c.dynamic_sampling.enabled and c.dynamic_sampling.surplus == "carry"
     baseline = name == "rpg" and hyperparameters.get("level") == "sequence"
     reads = baseline or layout.model.experts is not None or c.loss.advantage in losses.LEARNED_ADVANTAGES
-    return c.train.updates_per_step * c.train.epochs == 1 and not (carries or reads or c.rollout.max_staleness)
+    return c.train.updates_per_step * c.train.epochs == 1 and not (carries or reads or lags(c))
 
 
 def learner_programs(

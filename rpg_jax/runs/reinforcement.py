@@ -40,7 +40,7 @@ from rpg_jax.runs.learner import (
 )
 from rpg_jax.runs.logs import RunLog
 from rpg_jax.runs.rehearsal import open_rehearsal
-from rpg_jax.runs.resolve import check_rows, check_sampling, loss_arguments, resolve, reward_arguments
+from rpg_jax.runs.resolve import check_rows, check_sampling, lags, loss_arguments, resolve, reward_arguments
 from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
 from rpg_jax.runs.session import CompilationCounter, OnStep, Session, host_metrics
 from rpg_jax.runs.teacher import open_teacher
@@ -51,6 +51,7 @@ from rpg_jax.training.collect import Collector, DynamicSampling, collect
 from rpg_jax.training.loop import Algorithm, Step, take_step
 from rpg_jax.training.measures import SAMPLER_GAPS, Guard
 from rpg_jax.training.objective import advantages_fn, token_rewards
+from rpg_jax.training.partial import PartialCollector
 from rpg_jax.training.reference import Reference
 from rpg_jax.training.state import TrainState
 
@@ -220,7 +221,7 @@ def make_algorithm(
         programs=programs,
         reference=make_reference(experiment, folder),
         rehearsal=open_rehearsal(experiment),
-        decoupled=c.rollout.max_staleness > 0 and losses.carried_ratio(c.loss.sampler_correction) is not None,
+        decoupled=lags(c) and losses.carried_ratio(c.loss.sampler_correction) is not None,
         updates_per_step=c.train.updates_per_step,
         epochs=c.train.epochs,
         on_policy=is_on_policy(layout),
@@ -282,7 +283,7 @@ def make_collector(
     scorer: rewards.Scorer,
     journal: rollout.GroupJournal | None,
 ) -> Collector:
-    """The collector of a step's groups, which samples in turn with training or ahead of it.
+    """The collector of a step's groups, which samples in turn with training or ahead of it, whole groups or parts.
 
     Raises:
       ValueError: sampling ahead is impossible here.
@@ -304,9 +305,19 @@ def make_collector(
         max_failures=c.rewards.max_failures,
     )
     parts = collected, generator.take_errors, own, stream
-    if not c.rollout.max_staleness:
+    if c.rollout.max_staleness:
+        return AheadCollector(*parts, max_staleness=c.rollout.max_staleness, steps=c.train.steps)
+    if not c.rollout.partial_tokens:
         return Collector(*parts)
-    return AheadCollector(*parts, max_staleness=c.rollout.max_staleness, steps=c.train.steps)
+    return PartialCollector(
+        *parts,
+        generator=generator,
+        prompts_per_step=c.rollout.prompts_per_step,
+        dynamic=rule,
+        max_tokens=c.rollout.max_tokens,
+        part_tokens=c.rollout.partial_tokens,
+        steps=c.train.steps,
+    )
 
 
 def make_reference(experiment: Experiment, folder: storage.Folder) -> Reference:

@@ -105,7 +105,9 @@ def check_training(config: ConfigDict) -> None:
             f"them): hf download {address} --local-dir {m.size}, then --config.model.path={m.size}, or at once "
             f"--config.model.path={address}"
         )
-    if config.rollout.max_staleness:
+    if config.rollout.partial_tokens is not None:
+        _check_parts(config)
+    if lags(config):
         _check_staleness(with_method(config))
     for name in logs.chosen(config.log.tracker):
         logs.needed(name)
@@ -136,6 +138,11 @@ def check_rows(config: ConfigDict) -> None:
         )
 
 
+def lags(config: ConfigDict) -> bool:
+    """Whether steps train on tokens that earlier weights have drawn, besides the groups that are carried over."""
+    return config.rollout.max_staleness > 0 or bool(config.rollout.partial_tokens)
+
+
 def _check_staleness(config: ConfigDict) -> None:
     """Refuses settings with which a loss would misread the ratios of stale completions. Call `with_method` before."""
     r, loss, kind = config.rollout, config.loss, config.loss.sampler_correction
@@ -143,9 +150,25 @@ def _check_staleness(config: ConfigDict) -> None:
     if loss[field] in ("ctpo", "product", "capped") and losses.carried_ratio(kind) == "token":
         raise ValueError(
             f"loss.{field}={loss[field]} weighs completions or their prefixes, and loss.sampler_correction={kind} "
-            f"makes up for the staleness of single tokens (rollout.max_staleness={r.max_staleness}); set "
-            "loss.sampler_correction=sequence, or leave it unset"
+            f"makes up for the staleness of single tokens (rollout.max_staleness={r.max_staleness}, "
+            f"rollout.partial_tokens={r.partial_tokens}); set loss.sampler_correction=sequence, or leave it unset"
         )
+
+
+def _check_parts(config: ConfigDict) -> None:
+    """Raises ValueError if completions cannot be drawn in parts as `rollout.partial_tokens` says."""
+    name, most = f"rollout.partial_tokens={config.rollout.partial_tokens}", config.rollout.max_tokens
+    if config.rollout.partial_tokens >= most:
+        raise ValueError(f"{name} is not below rollout.max_tokens={most}: leave it unset, completions are whole then")
+    excluded = {
+        "rollout.max_staleness": (0, "sampling ahead draws whole completions"),
+        "environment.name": (None, "an environment's conversations are not drawn in parts"),
+        "model.replay_experts": (False, "the experts of earlier parts are not kept"),
+        "dynamic_sampling.surplus": ("drop", "groups wait for their step already"),
+    }
+    for field, (value, reason) in excluded.items():
+        if (found := _value(config, field)) != value:
+            raise ValueError(f"{name} does not go with {field}={found} ({reason}): leave one of them out")
 
 
 def _value(config: ConfigDict, name: str) -> Any:

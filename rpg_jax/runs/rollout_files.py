@@ -174,7 +174,7 @@ def encode(
         lengths=np.array([len(c.tokens) for c in completions], np.int32),
         rewards=np.concatenate([g.rewards for g in groups]).astype(np.float32),
         pieces=np.array(pieces, np.int32),
-        weight_versions=np.concatenate([np.full(len(c.tokens), c.weight_version, np.int32) for c in completions]),
+        weight_versions=np.concatenate([c.token_versions for c in completions]),
         tokens=np.concatenate([_of_policy(x, c) for x, c in zip(flat, completions, strict=True)]),
     )
     return packed.getvalue()

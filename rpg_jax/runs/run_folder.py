@@ -47,7 +47,10 @@ _MAY_CHANGE = (
 )
 START_FROM = "run.start_from"  # of the section `run` this field alone decides numbers
 # Without a value, a run is what the versions without the field made.
-_AS_BEFORE = (START_FROM, "reference.path", "model.replay_experts", "rehearsal.path", "rehearsal.coef")
+_AS_BEFORE = (
+    *(START_FROM, "reference.path", "model.replay_experts", "rehearsal.path", "rehearsal.coef"),
+    "rollout.partial_tokens",
+)
 _PACKAGES = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "google-jetstream", "numpy"),
     *("ml-collections", "libtpu", "tensorstore"),

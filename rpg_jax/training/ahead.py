@@ -161,18 +161,17 @@ class AheadCollector(Collector):
 
 
 def without_present(groups: Sequence[Group], version: int) -> list[Group]:
-    """The groups with the rollout's log-probs. Completions of weights `version` get NaN: the trainer computes these."""
+    """The groups with the rollout's log-probs. Tokens of weights `version` get NaN: the trainer computes these."""
 
     def known(completion):
-        return np.where(completion.weight_version == version, np.float32(np.nan), completion.logprobs)
+        return np.where(completion.token_versions == version, np.float32(np.nan), completion.logprobs)
 
     return [dataclasses.replace(g, behaviour_logprobs=[known(c) for c in g.completions]) for g in groups]
 
 
 def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
     """Updates between the weights that drew a token and the trainer's weights: the mean and the maximum over tokens."""
-    completions = [c for g in groups for c in g.completions]
-    ages = np.repeat([version - c.weight_version for c in completions], [c.sampled.sum() for c in completions])
+    ages = np.concatenate([version - c.token_versions[c.sampled] for g in groups for c in g.completions])
     return {"staleness_updates": float(ages.mean()), "staleness_updates_max": int(ages.max())}
 
 

@@ -133,6 +133,7 @@ def collect(
     pending: Sequence[Group] = (),
     share: float = UNKNOWN_SHARE,
     max_failures: float = 1.0,
+    begun: list[Group] | None = None,
 ) -> Collected:
     """The groups of a step.
 
@@ -146,17 +147,20 @@ def collect(
         random numbers. With dynamic sampling the step leaves the second prompt out.
       share: the share of informative groups to expect in the first batch.
       max_failures: the largest share of the generated completions that may have failed, see `Group.failed`.
+      begun: the step's first batch, if earlier steps have begun it.
 
     Raises:
       ValueError: more completions failed than `max_failures`, or so many that no group can be trained; no group was
         informative after `max_batches`.
     """
     if dynamic is None:
-        return _as_it_comes(_repetitions_apart(take(prompts_per_step), generate, step), step, max_failures)
-    generated: list[Group] = []
-    seen: set[int] = set()
-    kept, first_batch = list(pending), None
-    for _ in range(dynamic.max_batches):
+        made = _repetitions_apart(take(prompts_per_step), generate, step) if begun is None else begun
+        return _as_it_comes(made, step, max_failures)
+    generated = list(begun or ())
+    seen = {g.problem.prompt_id for g in generated}
+    kept, first_batch = [*pending, *(g for g in generated if g.informative)], len(generated) or None
+    _check_failures(generated, step, max_failures)
+    for _ in range(dynamic.max_batches - (begun is not None)):
         missing = prompts_per_step - len(kept)
         if missing <= 0:
             break
@@ -312,7 +316,7 @@ class Collector:
     def close(self) -> None:
         """Ends the work in the background, if there is any."""
 
-    def _next(self, step: int) -> Collected:
-        collected = self._collect(step=step, pending=self._carried, share=self._share)
+    def _next(self, step: int, **begun: list[Group]) -> Collected:
+        collected = self._collect(step=step, pending=self._carried, share=self._share, **begun)
         self._share = collected.share or self._share
         return collected

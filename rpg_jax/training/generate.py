@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import json
 import operator
@@ -13,15 +14,44 @@ import jax
 import numpy as np
 
 from rpg_jax.data import Group, Problem
-from rpg_jax.data.groups import groups_from_bytes, groups_to_bytes, last_turn, shown
+from rpg_jax.data.groups import groups_from_bytes, groups_to_bytes, last_turn, shown, unscored
 from rpg_jax.environments.player import Player
 from rpg_jax.parallel import hosts
 from rpg_jax.rewards import Scorer
-from rpg_jax.rollout import GroupJournal, Request, Rollout, Split
+from rpg_jax.rollout import GroupJournal, Request, Rollout, Split, Start
 from rpg_jax.training.heartbeat import beat
 from rpg_jax.types import Completion, Sampling
 
 _BETWEEN_DRAWS = 0x9E3779B1  # far from the small numbers that people choose as seeds
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What a call draws of a group that several steps draw.
+
+    Attributes:
+      problem: of the group.
+      step, draw: origin of the random numbers, see `GroupGenerator`; `step` is the step that trains the group.
+      max_tokens: the most tokens of a completion after the call.
+      index: the number of the completion that goes on. None: the group begins.
+      begun: this completion so far.
+    """
+
+    problem: Problem
+    step: int
+    draw: int
+    max_tokens: int
+    index: int | None = None
+    begun: Completion | None = None
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """i32[n], the tokens of `begun`."""
+        return np.zeros(0, np.int32) if self.begun is None else self.begun.tokens
+
+    def followed_by(self, drawn: list[Completion]) -> list[Completion]:
+        """The part's completions, after a call that has drawn the completions `drawn`."""
+        return drawn if self.begun is None else [self.begun.followed_by(one) for one in drawn]
 
 
 class GroupGenerator:
@@ -33,7 +63,7 @@ class GroupGenerator:
     Processes divide the prompts as the rollout says (`Split`). A process scores the groups that it samples, or every
     n-th group if all n sample together. It returns all groups, in order. A complete or scored group is a heartbeat.
     With `play`, an environment answers every turn: `play` makes the player of a request from the request's problems.
-    With `journal`, groups that the run's journal has are not sampled again.
+    With `journal`, groups that the run's journal has are not sampled again. `encode` makes a problem's prompt, i32[n].
     """
 
     def __init__(
@@ -50,7 +80,7 @@ class GroupGenerator:
         journal: GroupJournal | None = None,
     ):
         self._play, self._journal = play, journal
-        self._rollout, self._encode, self._decode, self._scorer = rollout, encode, decode, scorer
+        self._rollout, self.encode, self._decode, self._scorer = rollout, encode, decode, scorer
         self._group_size, self._sampling, self._seed = group_size, sampling, seed
         self._errors: collections.Counter[str] = collections.Counter()
         self._lengths: dict[int, float] = {}  # tokens of a mean completion, by prompt_id: the same on all hosts
@@ -68,7 +98,7 @@ class GroupGenerator:
         if split is Split.SHARE:
             places = hosts.share(places)
         asked = [problems[place] for place in places]
-        prompts = [self._encode(p) for p in asked]
+        prompts = [self.encode(p) for p in asked]
         scored = hosts.share(range(len(asked))) if split is Split.TOGETHER else range(len(asked))
         player = self._play(asked) if self._play else None
         with _Scoring(self, asked, prompts, set(scored)) as scoring:
@@ -77,7 +107,7 @@ class GroupGenerator:
                 prompt_ids=[p.prompt_id for p in asked],
                 group_size=group_size or self._group_size,
                 sampling=self._sampling,
-                seed=(self._seed + draw * _BETWEEN_DRAWS) % 2**32,
+                seed=self._seed_of(draw),
                 step=step,
                 on_group=scoring.add,
                 expected=[self._lengths.get(p.prompt_id) for p in asked],
@@ -87,10 +117,53 @@ class GroupGenerator:
             if player is not None:
                 player.check()
         made, errors = scoring.result()
-        groups = self._joined({places[i]: group for i, group in made.items()}, errors)
+        return self._noted(self._joined({places[i]: group for i, group in made.items()}, errors))
+
+    def draw(self, parts: Sequence[Part], *, step: int) -> list[list[Completion]]:
+        """The completions of each part, with the tokens of earlier calls: a group, or the one completion that goes on.
+
+        `step` is the present step: the journal keeps the groups of a step together.
+        """
+        split, places = self._rollout.split, list(range(len(parts)))
+        places = hosts.share(places) if split is Split.SHARE else places
+        own = [parts[place] for place in places]
+        prompts = [self.encode(part.problem) for part in own]
+        lengths = [self._lengths.get(part.problem.prompt_id) for part in own]
+        request = Request(
+            [np.concatenate([prompt, part.tokens]) for prompt, part in zip(prompts, own, strict=True)],
+            prompt_ids=[part.problem.prompt_id for part in own],
+            group_size=self._group_size,
+            sampling=self._sampling,
+            seed=self._seed,
+            step=step,
+            on_group=lambda *_: beat(),
+            expected=[n and max(n - len(part.tokens), 1.0) for n, part in zip(lengths, own, strict=True)],
+            starts=[
+                Start(self._seed_of(part.draw), part.step, part.max_tokens, part.index, len(part.tokens))
+                for part in own
+            ],
+        )
+        drawn = zip(places, own, prompts, self._rollout.generate(request, self._journal), strict=True)
+        made = {place: unscored(part.problem, prompt, new) for place, part, prompt, new in drawn if new}
+        groups = [*made.values()] if split is Split.TOGETHER else self._joined(made, {})
+        return [part.followed_by(group.completions) for part, group in zip(parts, groups, strict=True)]
+
+    def judge(self, problems: Sequence[Problem], completions: Sequence[list[Completion]]) -> list[Group]:
+        """The scored groups of completions that all processes have. Each process scores its share."""
+        own, prompts = hosts.share(range(len(problems))), [self.encode(p) for p in problems]
+        with _Scoring(self, problems, prompts, set(own)) as scoring:
+            for place in own:
+                scoring.add(place, completions[place])
+        return self._noted(self._joined(*scoring.result()))
+
+    def _noted(self, groups: list[Group]) -> list[Group]:
+        """The groups, whose lengths order the next prompts."""
         for group in groups:
             self._lengths[group.problem.prompt_id] = float(np.mean([len(c.tokens) for c in group.completions]))
         return groups
+
+    def _seed_of(self, draw: int) -> int:
+        return (self._seed + draw * _BETWEEN_DRAWS) % 2**32
 
     def _joined(self, own: dict[int, Group], errors: dict[str, int]) -> list[Group]:
         """The groups of all processes, in the order of their problems."""

@@ -33,8 +33,13 @@ def counts(run_dir):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
-    [(), ("--config.rollout.driver=lockstep",), ("--config.rollout.max_staleness=1",)],
-    ids=["orchestrator", "lockstep", "ahead"],
+    [
+        (),
+        ("--config.rollout.driver=lockstep",),
+        ("--config.rollout.max_staleness=1",),
+        ("--config.rollout.partial_tokens=2",),
+    ],
+    ids=["orchestrator", "lockstep", "ahead", "partial"],
 )
 def test_a_run_killed_in_the_middle_of_a_rollout_samples_what_is_missing(warm, tmp_path, how):
     straight = run(warm, tmp_path / "straight", *SETTINGS, *how)

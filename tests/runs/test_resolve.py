@@ -125,10 +125,11 @@ def test_the_corrected_kl_term_of_grpo_is_trained_where_the_config_asks_for_it()
 
 
 def test_only_the_loss_that_takes_them_has_the_fields_of_grpos_kl_term():
-    assert loss_arguments(resolved(**{"method": "GRPO", "loss.kl_clamp": 3.0}))[1]["kl_clamp"] == 3.0
-    for field, value in {"kl_weighting": "importance", "kl_clamp": 3.0}.items():
-        with pytest.raises(ValueError, match=f"unknown hyperparameter of loss 'rpg': '{field}'"):
-            resolved(**{f"loss.{field}": value})
+    clamped = {"loss.arguments": '{"kl_clamp": 3.0}'}
+    assert loss_arguments(resolved(**{"method": "GRPO"} | clamped))[1]["kl_clamp"] == 3.0
+    for name, fields in {"kl_weighting": {"loss.kl_weighting": "importance"}, "kl_clamp": clamped}.items():
+        with pytest.raises(ValueError, match=f"unknown hyperparameter of loss 'rpg': '{name}'"):
+            resolved(**fields)
     with pytest.raises(ValueError, match=r"loss\.kl_weighting='k3': One of none, importance"):
         resolved(**{"method": "GRPO", "loss.kl_weighting": "k3"})
 

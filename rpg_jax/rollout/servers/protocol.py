@@ -53,7 +53,7 @@ class TurnRequest:
 
         A later turn is asked with all tokens of the prompt, the turns and the observations before it.
         """
-        sampling, transcript = self.sampling, self.row.transcript
+        sampling, transcript, drawn = self.sampling, self.row.transcript, self.row.drawn + self.row.transcript.count
         body: dict[str, Any] = {
             "prompt": self.row.context.tolist(),
             "n": 1,
@@ -72,8 +72,12 @@ class TurnRequest:
             body["model"] = self.model
         if self.counters:
             counters = [count % 2**32 for count in self.row.counters]
-            return {**body, "counters": counters, "drawn": transcript.count, "sampler_logprobs": True}
-        return {**body, "seed": seed_of(*self.row.counters, turn=len(transcript.observations)), "logprobs": 0}
+            return {**body, "counters": counters, "drawn": drawn, "sampler_logprobs": True}
+        return {
+            **body,
+            "seed": seed_of(*self.row.counters, turn=self.row.drawn + len(transcript.observations)),
+            "logprobs": 0,
+        }
 
     def completion(self, answer: Any, version: int, vocab_size: int) -> Completion:
         """The turn in an answer, of weights `version`. Log-probs up to 1e-5 above 0 are taken as 0.

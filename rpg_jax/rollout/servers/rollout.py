@@ -118,17 +118,10 @@ class ServersRollout(Rollout):
 
     async def _group(self, request: Request, place: int, version: int) -> tuple[int, list[Completion]]:
         async with asyncio.TaskGroup() as asked:
-            group = [asked.create_task(self._one(request, place, i, version)) for i in range(request.group_size)]
+            group = [asked.create_task(self._one(row, version)) for row in request.rows(place)]
         return place, [one.result() for one in group]
 
-    async def _one(self, request: Request, place: int, index: int, version: int) -> Completion:
-        row = Row(
-            request.prompts[place],
-            request.counters(place, index),
-            request.sampling,
-            place,
-            environment=request.environment,
-        )
+    async def _one(self, row: Row, version: int) -> Completion:
         while True:
             question = TurnRequest(row, self._model, self._counters)
             read = functools.partial(question.completion, version=version, vocab_size=self._vocab_size)

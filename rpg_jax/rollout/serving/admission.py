@@ -259,13 +259,11 @@ class Admission:
         random number of position `drawn`. Close the iterator to free its slot. Raises RolloutError if a log-probability
         is not finite.
         """
-        stream, first = _Stream(), len(prompt) - drawn
-        whole = dataclasses.replace(sampling, max_tokens=drawn + sampling.max_tokens)
-        row = Row(prompt[:first], counters, whole, channel=stream)
-        row.transcript.extend(prompt[first:], np.zeros(drawn, np.float32), self._rollout.weights.version)
+        stream, whole = _Stream(), dataclasses.replace(sampling, max_tokens=drawn + sampling.max_tokens)
+        row = Row(prompt, counters, whole, drawn=drawn, channel=stream)
         padded = np.zeros((1, prompt_bucket(len(prompt), self._rollout.engine.decoding.capacity)), np.int32)
         padded[0, : len(prompt)] = prompt
-        piece = len(row.transcript.versions)
+        piece = 0
         driver = await asyncio.to_thread(self._rollout.driver)
         driver.submit([Chunk(padded, np.array([len(prompt)], np.int32), [row])], stream)
         try:

@@ -1,0 +1,157 @@
+"""Partial rollouts: a step draws at most S tokens of a completion, and later steps draw the rest under their weights.
+
+So no step waits for its longest completion. A completion of at most M tokens has K = ceil(M / S) parts. The groups that
+step s trains begin in step s - K + 1, and each step until s draws one part of them. The first step of a run draws all
+parts of its own groups, and the first parts of the groups of the K - 1 steps after it.
+
+The step that trains a group depends on nothing that is drawn. To train those groups that are complete first, as other
+systems do, favours short completions.
+
+Every token keeps the log-probability with which it was drawn. So the importance weight of a completion is exact,
+although several weights have drawn it. The random numbers of a completion are those of the step that trains it: as long
+as the weights do not change, all groups are the same as without this module.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rpg_jax.data import Problem, PromptStream
+from rpg_jax.data.groups import decode_groups, encode_groups, unscored
+from rpg_jax.rollout import Rollout
+from rpg_jax.training.ahead import staleness, without_present
+from rpg_jax.training.collect import Collected, Collector, DynamicSampling, Sampled
+from rpg_jax.training.generate import GroupGenerator, Part
+from rpg_jax.types import Completion
+
+
+@dataclasses.dataclass
+class _Batch:
+    """Groups that have begun.
+
+    Attributes:
+      problems: of the groups.
+      draws: of each group, see `GroupGenerator`.
+      completions: of each group, so far; [] before the first part.
+    """
+
+    problems: list[Problem]
+    draws: list[int]
+    completions: list[list[Completion]]
+
+
+class PartialCollector(Collector):
+    """Collects the groups of a step, whose first parts earlier steps have drawn.
+
+    With dynamic sampling, a step's first batch is drawn in parts. If too few of its groups are informative, further
+    batches are drawn whole.
+
+    Args:
+      collect, take_errors, rollout, stream: see `Collector`.
+      generator: draws the parts.
+      prompts_per_step, dynamic: as `collect` has them; surplus groups are dropped.
+      max_tokens: M, of a completion.
+      part_tokens: S, of a completion in a step.
+      steps: the number of steps of the run; nothing begins for later steps.
+    """
+
+    lags = True
+
+    def __init__(
+        self,
+        collect: Callable[..., Collected],
+        take_errors: Callable[[], Mapping[str, int]],
+        rollout: Rollout,
+        stream: PromptStream,
+        *,
+        generator: GroupGenerator,
+        prompts_per_step: int,
+        dynamic: DynamicSampling | None,
+        max_tokens: int,
+        part_tokens: int,
+        steps: int,
+    ):
+        super().__init__(collect, take_errors, rollout, stream)
+        self._generator, self._prompts_per_step, self._dynamic = generator, prompts_per_step, dynamic
+        self._max_tokens, self._part_tokens, self._steps = max_tokens, part_tokens, steps
+        self._parts = math.ceil(max_tokens / part_tokens)
+        self._batches: dict[int, _Batch] = {}  # by the step that trains them
+
+    def take(self, step: int, params: Any, version: int) -> Sampled:
+        """Draws a part of every group that has begun, and returns the groups of `step`, which are complete then."""
+        due = range(step, min(step + self._parts, self._steps))
+        for number in due:
+            if number not in self._batches:
+                self._batches[number] = self._next_batch()
+        self._draw(step, due)
+        batch = self._batches.pop(step)
+        begun = self._generator.judge(batch.problems, batch.completions)
+        collected = self._next(step, begun=begun)
+        trained = collected.trained
+        errors = self._take_errors()
+        return Sampled(collected, errors, without_present(trained, version), staleness=staleness(trained, version))
+
+    def record(self) -> dict[str, Any]:
+        """As `Collector.record`, with the groups that have begun."""
+        batches = {
+            str(number): {
+                "draws": batch.draws,
+                "groups": encode_groups(
+                    [
+                        unscored(problem, self._generator.encode(problem), completions)
+                        for problem, completions in zip(batch.problems, batch.completions, strict=True)
+                    ]
+                ),
+            }
+            for number, batch in self._batches.items()
+        }
+        return super().record() | {"partial": batches}
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        super().restore(record)
+        self._batches = {}
+        for number, batch in record["partial"].items():
+            groups = decode_groups(batch["groups"])
+            completions = [group.completions for group in groups]
+            self._batches[int(number)] = _Batch([group.problem for group in groups], batch["draws"], completions)
+
+    def _next_batch(self) -> _Batch:
+        """The next problems. With dynamic sampling a problem is in a batch once; without, its n-th group is draw n."""
+        count, dynamic = self._prompts_per_step, self._dynamic
+        if dynamic is not None:
+            count = dynamic.batch_size(count, missing=count, share=self._share)
+        seen: collections.Counter[int] = collections.Counter()
+        problems, draws = [], []
+        for problem in self._stream.take(count):
+            if dynamic is None or not seen[problem.prompt_id]:
+                problems.append(problem)
+                draws.append(seen[problem.prompt_id])
+            seen[problem.prompt_id] += 1
+        return _Batch(problems, draws, [[] for _ in problems])
+
+    def _draw(self, step: int, due: range) -> None:
+        """Draws the next part of every completion of the steps `due` that has not ended."""
+        parts: list[Part] = []
+        groups: list[list[Completion]] = []
+        for number in due:
+            batch, most = (
+                self._batches[number],
+                min(self._max_tokens, (self._parts - number + step) * self._part_tokens),
+            )
+            for problem, draw, group in zip(batch.problems, batch.draws, batch.completions, strict=True):
+                begun = enumerate(group) if group else [(None, None)]
+                own = [
+                    Part(problem, number, draw, most, i, one) for i, one in begun if one is None or _goes_on(one, most)
+                ]
+                parts += own
+                groups += [group] * len(own)
+        drawn = self._generator.draw(parts, step=step) if parts else []
+        for part, group, completions in zip(parts, groups, drawn, strict=True):
+            first = part.index or 0
+            group[first : first + len(completions)] = completions
+
+
+def _goes_on(completion: Completion, most: int) -> bool:
+    return completion.finish_reason == "length" and len(completion.tokens) < most
