@@ -13,10 +13,10 @@ from rpg_jax.models import DecoderConfig, splash
 from rpg_jax.models.sizes import parameter_count
 from rpg_jax.parallel import hosts
 from rpg_jax.planning import efficiency, hlo, step_time
-from rpg_jax.planning.compiling import Program, compile_program, lowered_programs, token_flops
+from rpg_jax.planning.compiling import Program, compile_program, forward_flops, lowered_programs, token_flops
 from rpg_jax.planning.step_time import DecodeStep, Lengths, Work
 from rpg_jax.planning.topologies import Topology
-from rpg_jax.rollout import Decoding
+from rpg_jax.rollout import Decoding, prefill_shape
 from rpg_jax.rollout.decoding import prompt_bucket, prompts_per_prefill
 from rpg_jax.runs import config_files, memory
 from rpg_jax.runs.experiment import make_stage, open_tokenizer
@@ -93,7 +93,8 @@ def vocabulary(config: ConfigDict) -> int | None:
 def lengths_of(config: ConfigDict, *, mean: float = 0, prompt: float = 0) -> Lengths:
     """The lengths that a plan assumes. 0 means: half of rollout.max_tokens, and the prompt of `efficiency`."""
     limit, usual = config.rollout.max_tokens, min(efficiency.PROMPT_TOKENS, config.task.max_prompt_tokens / 2)
-    return Lengths(prompt=prompt or usual, mean=mean or limit / 2, spread=efficiency.SPREAD, limit=limit)
+    part = config.rollout.partial_tokens or math.inf
+    return Lengths(prompt=prompt or usual, mean=mean or limit / 2, spread=efficiency.SPREAD, limit=limit, part=part)
 
 
 def exchange(
@@ -131,6 +132,10 @@ def work_of(layout: Layout, decoding: Decoding, lengths: Lengths, on: Topology) 
     needed: float = rows_per_update(c)
     if shape.packed:
         needed *= (lengths.prompt + lengths.mean) / shape.length / efficiency.PACKING
+    rows, length = prefill_shape(c.task.max_prompt_tokens, decoding.capacity)
+    dispatch = forward_flops(layout.model, rows=rows, length=length, predicted=0)
+    begun = [(forward_flops(layout.model, rows=1, length=round(n), predicted=0), share) for n, share in lengths.begun]
+    again = sum(flops * share for flops, share in begun) / dispatch
     sampled = memory.prompts_of_a_step(c) * c.rollout.group_size * lengths.mean * efficiency.EXCHANGED_BYTES
     return Work(
         steps=c.train.steps,
@@ -139,6 +144,7 @@ def work_of(layout: Layout, decoding: Decoding, lengths: Lengths, on: Topology) 
         lengths=lengths,
         meshes=layout.decoding_hosts,
         prefill_prompts=prompts_per_prefill(bucket, decoding.prefill_tokens),
+        prefilled_again=again,
         updates=c.train.updates_per_step,
         epochs=c.train.epochs,
         passes=(not is_on_policy(layout)) + passes * reference / policy,

@@ -43,6 +43,7 @@ class Work:
       passes: log-probability passes, of the behaviour policy and of a reference that differs from it. A pass of a
         teacher counts by the sizes of the two models.
       micro_batches: whole micro-batches of an update.
+      prefilled_again: the prefills of the later parts of a completion, in dispatches by their operations.
       run: share of a micro-batch's operations that are run: attention skips blocks between completions of one row.
         The counts of programs have attention over whole rows.
       evaluations: evaluations of the run.
@@ -61,6 +62,7 @@ class Work:
     epochs: int
     passes: float
     micro_batches: int
+    prefilled_again: float = 0.0
     run: float = 1.0
     evaluations: int = 0
     evaluated: tuple[int, int] = (0, 0)
@@ -77,10 +79,10 @@ def phases(
     run = {name: 1.0 if name in SAMPLING else work.run for name in programs}
     seconds = {name: program.expected(on.chip, rates, run[name]) for name, program in programs.items()}
 
-    def sampled(prompts: float, completions: float) -> dict[str, float]:
+    def sampled(prompts: float, completions: float, lengths: Lengths, again: float = 0.0) -> dict[str, float]:
         own = prompts / work.meshes
-        parts = decode(step, own * completions, work.lengths, on.chip, rates)
-        prefill = math.ceil(own / work.prefill_prompts) * seconds["prefill"]
+        parts = decode(step, own * completions, lengths, on.chip, rates)
+        prefill = (math.ceil(own / work.prefill_prompts) + own * completions * again) * seconds["prefill"]
         return {"prefill": prefill, **{f"decode: {part}": value for part, value in parts.items()}}
 
     batches = work.micro_batches * work.updates
@@ -89,14 +91,15 @@ def phases(
     else:
         later = (batches - work.updates) * seconds["add"]
         update = work.updates * (seconds["start"] + seconds["apply"]) + later
-    found = sampled(work.prompts, work.group_size)
+    found = sampled(work.prompts, work.group_size, work.lengths, work.prefilled_again)
     if work.exchanged:
         found["exchange"] = work.exchanged / rates.host + seconds.get("exchange", 0.0)
     found |= {"log-probs": work.passes * batches * seconds["log-probs"], "update": work.epochs * update}
     if "baseline" in seconds:
         found["baseline"] = batches * seconds["baseline"]
     if work.evaluations:
-        found["evaluations"] = work.evaluations / work.steps * sum(sampled(*work.evaluated).values())
+        whole = dataclasses.replace(work.lengths, part=math.inf)
+        found["evaluations"] = work.evaluations / work.steps * sum(sampled(*work.evaluated, whole).values())
     return Phases(found, work, on, rates)
 
 
@@ -192,12 +195,14 @@ class Lengths:
       mean: m, the mean length of completions.
       spread: c, the coefficient of variation of the lengths of completions.
       limit: the largest length of a completion.
+      part: the most tokens of a completion that a step draws.
     """
 
     prompt: float
     mean: float
     spread: float
     limit: float
+    part: float = math.inf
 
     @property
     def mean_square(self) -> float:
@@ -220,8 +225,20 @@ class Lengths:
 
     @property
     def longest(self) -> float:
-        """The longest of many completions: four standard deviations above the mean, at most the limit."""
-        return min(self.limit, self.mean * (1 + 4 * self.spread))
+        """The longest of many completions in a step: four standard deviations above the mean, at most the limit."""
+        return min(self.limit, self.part, self.mean * (1 + 4 * self.spread))
+
+    @property
+    def begun(self) -> list[tuple[float, float]]:
+        """(tokens, share of the completions) of each later part: the tokens that its prefill reads.
+
+        The share that is longer than n tokens is that of a normal distribution with this mean and spread.
+        """
+        if self.part >= self.limit:
+            return []
+        drawn = [k * self.part for k in range(1, math.ceil(self.limit / self.part))]
+        deviation = self.mean * self.spread * math.sqrt(2)
+        return [(self.prompt + n, math.erfc((n - self.mean) / deviation) / 2) for n in drawn]
 
 
 def decode_steps(completions: float, lengths: Lengths, slots: float) -> float:
