@@ -32,19 +32,19 @@ def counts(run_dir):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "how",
+    ("how", "groups"),
     [
-        (),
-        ("--config.rollout.driver=lockstep",),
-        ("--config.rollout.max_staleness=1",),
-        ("--config.rollout.partial_tokens=2",),
+        ((), 30),
+        (("--config.rollout.driver=lockstep",), 30),
+        (("--config.rollout.max_staleness=1",), 30),
+        (("--config.rollout.partial_tokens=2",), 50),
     ],
     ids=["orchestrator", "lockstep", "ahead", "partial"],
 )
-def test_a_run_killed_in_the_middle_of_a_rollout_samples_what_is_missing(warm, tmp_path, how):
+def test_a_run_killed_in_the_middle_of_a_rollout_samples_what_is_missing(warm, tmp_path, how, groups):
     straight = run(warm, tmp_path / "straight", *SETTINGS, *how)
     killed = tmp_path / "killed" / "r"
-    done = interrupted(warm, killed.parent, (*SETTINGS, *how), "journal", 30, 0, int(signal.SIGKILL))
+    done = interrupted(warm, killed.parent, (*SETTINGS, *how), "journal", groups, 0, int(signal.SIGKILL))
     assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
     complete = journaled(killed)
     assert len(complete) > 1 and not any((killed / "checkpoints").glob("[0-9]*")), "the second step samples"

@@ -117,6 +117,15 @@ def test_processes_train_as_one(alone, processes, driver):
     assert_same_run(alone / "one", alone / f"{processes}-{driver}")
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("driver", ["orchestrator", "lockstep"])
+def test_processes_draw_parts_as_one(alone, driver):
+    how = (*LOGGED, "--config.rollout.partial_tokens=2", f"--config.rollout.driver={driver}")
+    for processes in (1, 2):
+        run(alone, processes, *how, f"--config.run.name=parts-{processes}-{driver}")
+    assert_same_run(alone / f"parts-1-{driver}", alone / f"parts-2-{driver}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
 def test_the_same_weights_have_the_same_checksum_on_any_number_of_processes(alone, processes):
