@@ -40,7 +40,7 @@ from rpg_jax.runs.learner import (
 )
 from rpg_jax.runs.logs import RunLog
 from rpg_jax.runs.rehearsal import open_rehearsal
-from rpg_jax.runs.resolve import check_rows, check_sampling, lags, loss_arguments, resolve, reward_arguments
+from rpg_jax.runs.resolve import check_sampling, lags, loss_arguments, resolve, reward_arguments
 from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
 from rpg_jax.runs.session import CompilationCounter, OnStep, Session, host_metrics
 from rpg_jax.runs.teacher import open_teacher
@@ -259,6 +259,16 @@ def _check_replay(c: ConfigDict, *, has_experts: bool, remote: bool) -> None:
     }
     if found := [reason for reason, holds in reasons.items() if holds]:
         raise ValueError(f"model.replay_experts=True: {found[0]}; leave it False")
+
+
+def check_rows(config: ConfigDict) -> None:
+    """Raises ValueError if a packed row can be too short for a prompt with its completion, which ends a run later."""
+    length, longest = config.train.packed_length, config.task.max_prompt_tokens + config.rollout.max_tokens
+    if length is not None and length < longest:
+        raise ValueError(
+            f"train.packed_length={length} cannot hold a prompt with its completion, of {longest} tokens at most: set "
+            f"train.packed_length={longest}, or lower task.max_prompt_tokens or rollout.max_tokens"
+        )
 
 
 def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Folder, start: int) -> Drift:

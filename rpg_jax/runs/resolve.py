@@ -128,16 +128,6 @@ def check_sampling(config: ConfigDict) -> None:
             )
 
 
-def check_rows(config: ConfigDict) -> None:
-    """Raises ValueError if a packed row can be too short for a prompt with its completion, which ends a run later."""
-    length, longest = config.train.packed_length, config.task.max_prompt_tokens + config.rollout.max_tokens
-    if length is not None and length < longest:
-        raise ValueError(
-            f"train.packed_length={length} cannot hold a prompt with its completion, of {longest} tokens at most: set "
-            f"train.packed_length={longest}, or lower task.max_prompt_tokens or rollout.max_tokens"
-        )
-
-
 def lags(config: ConfigDict) -> bool:
     """Whether steps train on tokens that earlier weights have drawn, besides the groups that are carried over."""
     return config.rollout.max_staleness > 0 or bool(config.rollout.partial_tokens)

@@ -10,7 +10,8 @@ import pytest
 from configs import qwen3_4b_2k, tiny
 from rpg_jax import losses
 from rpg_jax.runs import reinforcement
-from rpg_jax.runs.resolve import check_rows, check_sampling, check_training, loss_arguments, resolve
+from rpg_jax.runs.reinforcement import check_rows
+from rpg_jax.runs.resolve import check_sampling, check_training, loss_arguments, resolve
 
 
 def resolved(**changes):
