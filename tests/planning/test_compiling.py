@@ -85,7 +85,8 @@ def test_a_mixture_counts_the_experts_that_a_token_sees():
     attention = moe.num_layers * 2 * moe.num_heads * moe.head_dim
     embedding, norms = moe.vocab_size * moe.embed_dim, moe.embed_dim * (2 * moe.num_layers + 1)
     norms += moe.num_layers * 2 * moe.head_dim
-    active = models.parameter_count(moe, active=True)
+    unseen = moe.num_layers * (moe.experts.count - moe.experts.per_token) * 3 * moe.embed_dim * moe.experts.hidden_dim
+    active = models.parameter_count(moe) - unseen
     assert per_token - attention == 2 * (active - embedding - norms)
 
 
