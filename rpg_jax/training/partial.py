@@ -136,15 +136,12 @@ class PartialCollector(Collector):
         parts: list[Part] = []
         groups: list[list[Completion]] = []
         for number in due:
-            batch, most = (
-                self._batches[number],
-                min(self._max_tokens, (self._parts - number + step) * self._part_tokens),
-            )
+            batch = self._batches[number]
+            most = min(self._max_tokens, (self._parts - number + step) * self._part_tokens)
             for problem, draw, group in zip(batch.problems, batch.draws, batch.completions, strict=True):
-                begun = enumerate(group) if group else [(None, None)]
-                own = [
-                    Part(problem, number, draw, most, i, one) for i, one in begun if one is None or _goes_on(one, most)
-                ]
+                fresh = Part(problem, number, draw, most)
+                going_on = [(i, one) for i, one in enumerate(group) if _goes_on(one, most)]
+                own = [dataclasses.replace(fresh, index=i, begun=one) for i, one in going_on] if group else [fresh]
                 parts += own
                 groups += [group] * len(own)
         drawn = self._generator.draw(parts, step=step) if parts else []
