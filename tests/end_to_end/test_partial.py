@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import rpg_jax
+from rpg_jax.losses import carried_ratio
 
 MOST, PART, STEPS = 11, 3, 6
 PARTS = math.ceil(MOST / PART)
@@ -90,6 +91,18 @@ def test_every_token_has_the_version_and_the_log_prob_of_the_weights_that_drew_i
     assert ages == [min(step, PARTS - 1) for step in range(STEPS)]
     assert all(line.get("sampler_gap", 0) < 1e-5 and line["sampler_ess"] > 1 - 1e-6 for line in result.metrics[1:])
     assert max(line["log_ratio_max"] for line in result.metrics[2:]) > 1e-2, "w has the staleness of the tokens"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "rate"), [("truncate", 3e-3), ("sequence", 3e-4), ("geometric", 3e-3)])
+def test_a_correction_that_carries_the_ratio_takes_the_staleness_from_the_importance_weight(tmp_path, kind, rate):
+    fields = {"optimizer.learning_rate": rate, "rollout.partial_tokens": PART, "loss.sampler_correction": kind}
+    for line in trained(tmp_path, **fields | {"train.steps": 4})[0].metrics[2:]:
+        assert line["grad_norm"] > 0 and line["staleness_updates"] > 0
+        if carried_ratio(kind):
+            assert line["log_ratio_max"] < 1e-4 and line["sampler_ess"] < 1 - 1e-5
+        else:
+            assert line["log_ratio_max"] > 1e-2 and line["sampler_ess"] > 1 - 1e-6
 
 
 @pytest.mark.slow
