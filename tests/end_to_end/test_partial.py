@@ -43,14 +43,12 @@ def completions(groups):
 
 FROZEN = {"optimizer.learning_rate": 0.0, "optimizer.weight_decay": 0.0}
 BATCHES = {
-    "as they come": {},
-    "dynamic sampling": {
+    "orchestrator, dynamic sampling": {
         "dynamic_sampling.enabled": True,
         "dynamic_sampling.oversample": 3,
         **dict.fromkeys(["rewards.parts", "rewards.accuracy"], "tests.end_to_end.test_partial:is_odd"),
-    },  # fmt: skip
-    "lockstep": {"rollout.driver": "lockstep"},
-    "an epoch a step and a half": {"task.generated": 15},
+    },
+    "lockstep, problems that come twice": {"rollout.driver": "lockstep", "task.generated": 15},
 }
 
 

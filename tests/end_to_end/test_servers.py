@@ -43,7 +43,13 @@ def by_server(server, kind, port, name):
     )
 
 
-@pytest.mark.parametrize("how", [(), ("--config.rollout.partial_tokens=2",)], ids=["whole", "in parts"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param((), id="whole"),
+        pytest.param(("--config.rollout.partial_tokens=2",), id="in parts", marks=pytest.mark.soak),
+    ],
+)
 def test_a_server_that_is_killed_and_started_anew_samples_what_the_trainer_alone_samples(server, tmp_path, how):
     steps = (*STEPS, *how)
     alone = run(tmp_path, 1, *steps, "--config.run.name=alone", devices=1)
