@@ -56,6 +56,7 @@ def test_the_arguments_have_the_hyperparameters_of_a_row_that_have_no_field():
         if with_method(config).loss.arguments is not None:
             filled[method] = json.loads(with_method(config).loss.arguments)
     assert filled == {
+        "GRPO": {"kl_clamp": 10.0},
         "CTPO": {"width_low": 0.025, "width_high": 0.05, "width_dual": 0.05},
         "DPPO-TV": {"mask_divergence": "tv", "mask_threshold": 0.15},
         "DPPO-KL": {"mask_divergence": "kl", "mask_threshold": 0.05},
