@@ -242,9 +242,12 @@ class Lengths:
 
 
 def decode_steps(completions: float, lengths: Lengths, slots: float) -> float:
-    """Decode steps until `completions` have passed through `slots`, where a free slot is refilled at once.
+    """Decode steps of `completions` a step of the run in `slots`, where a free slot is refilled at once.
 
-    Slots free themselves at a rate of slots / m a step, and the last completion starts when completions - slots have
-    ended. It may be the longest: m (completions - slots) / slots + longest.
+    A completion is one part, or has later parts as `lengths.begun` says. With parts of m tokens in the mean, slots free
+    themselves at a rate of slots / m a step, and the last part starts when parts - slots have ended. It may be the
+    longest: m (parts - slots) / slots + longest. For one to two parts a slot this is up to a fifth low, because parts
+    are of like length and end together.
     """
-    return lengths.mean * max(0.0, completions - slots) / slots + lengths.longest
+    parts = completions * (1 + sum(share for _, share in lengths.begun))
+    return completions * lengths.mean / parts * max(0.0, parts - slots) / slots + lengths.longest

@@ -4,8 +4,8 @@ So no step waits for its longest completion. A completion of at most M tokens ha
 step s trains begin in step s - K + 1, and each step until s draws one part of them. The first step of a run draws all
 parts of its own groups, and the first parts of the groups of the K - 1 steps after it.
 
-The step that trains a group depends on nothing that is drawn. To train those groups that are complete first, as other
-systems do, favours short completions.
+Nothing that is drawn decides which step trains a group. Other systems train the groups that are complete first, and so
+favour short completions.
 
 Every token keeps the log-probability with which it was drawn. So the importance weight of a completion is exact,
 although several weights have drawn it. The random numbers of a completion are those of the step that trains it: as long
@@ -46,7 +46,7 @@ class PartialCollector(Collector):
     """Collects the groups of a step, whose first parts earlier steps have drawn.
 
     With dynamic sampling, a step's first batch is drawn in parts. If too few of its groups are informative, further
-    batches are drawn whole.
+    batches are drawn whole. The groups are scored once all parts of the step are drawn.
 
     Args:
       collect, take_errors, rollout, stream: see `Collector`.
