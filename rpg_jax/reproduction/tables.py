@@ -283,7 +283,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             "weights. On CPUs choose --jobs=1: a run takes two cores, up to 9 GB of memory and three to five minutes. "
             "No row filters prompts",
             published=("table3_qwen3_4b_8k", "table8_qwen2p5_7b_instruct"),
-            rates=(1e-5, 3e-5, 1e-4),
+            rates=(1e-5, 3e-5),  # at 1e-4 GRPO forgets the task: 0.04 held out, from 0.14 before training
             scan_seeds=(100,),
         ),
     }
