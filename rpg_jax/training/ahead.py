@@ -22,26 +22,27 @@ beyond the last step, so its first new batches come from newer weights.
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
 import numpy as np
 
-from rpg_jax.data import Group, PromptStream
+from rpg_jax.data import Group
 from rpg_jax.data.groups import decode_groups, encode_groups
-from rpg_jax.rollout import Rollout, RolloutError, Staged
+from rpg_jax.rollout import RolloutError, Staged
 from rpg_jax.training.collect import Collected, Collector, Sampled
 
 Found = tuple[Collected, Mapping[str, int]]  # the groups of a step, and failed verdicts by kind
 _LISTS = ("generated", "pending", "trained", "carried", "dropped")
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class AheadCollector(Collector):
     """Collects the groups of `max_staleness` steps to come while the trainer trains.
 
-    Args:
+    Attributes:
       collect, take_errors, stream: see `Collector`; one thread at a time calls them.
       rollout: on one device, or on other devices than the trainer's.
       max_staleness: steps, at least 1.
@@ -52,27 +53,18 @@ class AheadCollector(Collector):
         programs in different orders.
     """
 
+    max_staleness: int
+    steps: int
     lags = True
 
-    def __init__(
-        self,
-        collect: Callable[..., Collected],
-        take_errors: Callable[[], Mapping[str, int]],
-        rollout: Rollout,
-        stream: PromptStream,
-        *,
-        max_staleness: int,
-        steps: int,
-    ):
-        if max_staleness < 1:
-            raise ValueError(f"sampling ahead needs max_staleness >= 1, got {max_staleness}")
-        if jax.process_count() > 1 and not rollout.apart:
+    def __post_init__(self) -> None:
+        if self.max_staleness < 1:
+            raise ValueError(f"sampling ahead needs max_staleness >= 1, got {self.max_staleness}")
+        if jax.process_count() > 1 and not self.rollout.apart:
             raise ValueError(
-                f"rollout.max_staleness={max_staleness} on {jax.process_count()} processes needs rollout.driver="
+                f"rollout.max_staleness={self.max_staleness} on {jax.process_count()} processes needs rollout.driver="
                 "servers: threads of several hosts launch programs that span them in different orders. Or set it to 0"
             )
-        super().__init__(collect, take_errors, rollout, stream)
-        self._max_staleness, self._steps = max_staleness, steps
         self._jobs: dict[int, Future[Found]] = {}
         self._versions: dict[int, int] = {}
         self._turn = threading.Lock()
@@ -84,16 +76,15 @@ class AheadCollector(Collector):
         Raises:
           RolloutError: sampling failed, or weights older than the bound drew a token.
         """
-        self._versions = {s: v for s, v in self._versions.items() if s >= step - self._max_staleness - 1}
+        self._versions = {s: v for s, v in self._versions.items() if s >= step - self.max_staleness - 1}
         self._versions[step] = version
-        due = [s for s in range(step, min(step + self._max_staleness + 1, self._steps)) if s not in self._jobs]
+        due = [s for s in range(step, min(step + self.max_staleness + 1, self.steps)) if s not in self._jobs]
         if due:
-            policy = self._rollout.stage_weights(params)
+            policy = self.rollout.stage_weights(params)
             self._jobs |= {s: self._thread.submit(self._sample, s, policy, version) for s in due}
         collected, errors = self._jobs.pop(step).result()
-        trained = collected.trained
         self._check(step, collected)
-        return Sampled(collected, errors, without_present(trained, version), staleness=staleness(trained, version))
+        return sampled(collected, errors, version)
 
     def carry(self, carried: list[Group]) -> None:
         """Does nothing: this collector's thread carries groups over itself, with the rollout's log-probs."""
@@ -103,7 +94,7 @@ class AheadCollector(Collector):
 
     def sync(self, params: Any, version: int) -> None:
         """As `Collector.sync`, with a copy of `params`: the next step donates `params` while the rollout samples."""
-        super().sync(self._rollout.stage_weights(params), version)
+        super().sync(self.rollout.stage_weights(params), version)
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -119,10 +110,10 @@ class AheadCollector(Collector):
         """As `Collector.record`. Waits for the batches that are being sampled."""
         ahead = {
             "batches": {str(step): _encode(job.result()) for step, job in self._jobs.items()},
-            "carried": encode_groups(self._carried),
+            "carried": encode_groups(self.carried),
             "versions": {str(step): version for step, version in self._versions.items()},
         }
-        return {"ahead": ahead, "stream": self._stream.state(), "pending": "", "share": self._share}
+        return {"ahead": ahead, "stream": self.stream.state(), "pending": "", "share": self.share}
 
     def restore(self, record: Mapping[str, Any]) -> None:
         state = record["ahead"]
@@ -131,9 +122,9 @@ class AheadCollector(Collector):
         for job in self._jobs.values():
             job.result()
         self._jobs = {int(step): _decode(batch) for step, batch in state["batches"].items()}
-        self._carried, self._share = decode_groups(state["carried"]), record["share"]
+        self.carried, self.share = decode_groups(state["carried"]), record["share"]
         self._versions = {int(step): version for step, version in state["versions"].items()}
-        self._stream.restore(record["stream"])
+        self.stream.restore(record["stream"])
 
     def close(self) -> None:
         """Begins no more batches. The batch that is being sampled ends with its rollout."""
@@ -141,23 +132,29 @@ class AheadCollector(Collector):
 
     def _sample(self, step: int, policy: Staged, version: int) -> Found:
         with self._turn:
-            self._rollout.sync_weights(policy, version)
-            self._rollout.verify_weights(policy)
+            self.rollout.sync_weights(policy, version)
+            self.rollout.verify_weights(policy)
             collected = _marked(self._next(step))
-            self._carried = collected.carried
-            return collected, dict(self._take_errors())
+            self.carried = collected.carried
+            return collected, dict(self.take_errors())
 
     def _check(self, step: int, collected: Collected) -> None:
         carried = {id(g) for g in collected.pending}
         for group in collected.trained:
-            first = step - self._max_staleness - (id(group) in carried)
+            first = step - self.max_staleness - (id(group) in carried)
             allowed = min(version for s, version in self._versions.items() if s >= first)
             oldest = min(c.weight_version for c in group.completions)
             if oldest < allowed:
                 raise RolloutError(
                     f"step {step} would train on tokens of weights version {oldest}, but rollout.max_staleness="
-                    f"{self._max_staleness} allows none before version {allowed}"
+                    f"{self.max_staleness} allows none before version {allowed}"
                 )
+
+
+def sampled(collected: Collected, errors: Mapping[str, int], version: int) -> Sampled:
+    """The groups of a step, with the age of their tokens for a trainer whose weights are `version`."""
+    trained = collected.trained
+    return Sampled(collected, errors, without_present(trained, version), staleness=staleness(trained, version))
 
 
 def without_present(groups: Sequence[Group], version: int) -> list[Group]:

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -246,39 +246,37 @@ class Sampled:
     staleness: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(eq=False)
 class Collector:
     """Collects the groups of a step when the step asks for the groups. So sampling and training take turns.
 
-    Args:
+    Attributes:
       collect: the function `collect` with the run's stream, generator and sizes bound. `Collector` passes `step`,
         `pending` and `share`. `step` counts from 0. `share` is from the last step that generated groups.
       take_errors: returns the number of failed verdicts of each kind since the last call.
       rollout: generates the completions.
       stream: of problems; `collect` reads it.
+      carried: the groups that the last step left for the next one.
+      share: the share of informative groups to expect.
     """
 
-    lags = False  # the rollout may hold earlier weights than the trainer
-
-    def __init__(
-        self,
-        collect: Callable[..., Collected],
-        take_errors: Callable[[], Mapping[str, int]],
-        rollout: Rollout,
-        stream: PromptStream,
-    ):
-        self._collect, self._take_errors, self._rollout, self._stream = collect, take_errors, rollout, stream
-        self._carried: list[Group] = []
-        self._share = UNKNOWN_SHARE
+    collect: Callable[..., Collected]
+    take_errors: Callable[[], Mapping[str, int]]
+    rollout: Rollout
+    stream: PromptStream
+    carried: list[Group] = dataclasses.field(default_factory=list, init=False)
+    share: float = dataclasses.field(default=UNKNOWN_SHARE, init=False)
+    lags: ClassVar[bool] = False  # the rollout may hold earlier weights than the trainer
 
     def take(self, step: int, params: Any, version: int) -> Sampled:
         """The groups of `step`, which trains next from `params`, the weights of `version`."""
         del params, version
         collected = self._next(step)
-        return Sampled(collected, self._take_errors(), collected.trained, collected.carried)
+        return Sampled(collected, self.take_errors(), collected.trained, collected.carried)
 
     def carry(self, carried: list[Group]) -> None:
         """Keeps groups, with their behaviour log-probs, for the next step."""
-        self._carried = carried
+        self.carried = carried
 
     def publish(self, params: Any, version: int) -> None:
         """Hands the weights that a step has trained to the rollout."""
@@ -290,8 +288,8 @@ class Collector:
         Raises:
           RolloutError: the checksums differ, so completions would come from another policy than the trained policy.
         """
-        self._rollout.sync_weights(params, version)
-        self._rollout.verify_weights(params)
+        self.rollout.sync_weights(params, version)
+        self.rollout.verify_weights(params)
 
     def exclusive(self) -> contextlib.AbstractContextManager:
         """While entered, the rollout serves the caller alone. A caller that changes the weights must call `sync`."""
@@ -299,24 +297,24 @@ class Collector:
 
     def record(self) -> dict[str, Any]:
         """Everything that a resume needs, JSON-able."""
-        pending = encode_groups(self._carried)
-        return {"ahead": None, "stream": self._stream.state(), "pending": pending, "share": self._share}
+        pending = encode_groups(self.carried)
+        return {"ahead": None, "stream": self.stream.state(), "pending": pending, "share": self.share}
 
     def restore(self, record: Mapping[str, Any]) -> None:
         """Goes back to the state that `record` returned. Raises ValueError if another kind of collector wrote it."""
         if record["ahead"] is not None:
             raise ValueError("the checkpoint was written with rollout.max_staleness above 0 and this run has 0")
-        self._stream.restore(record["stream"])
-        self._carried, self._share = decode_groups(record["pending"]), record["share"]
+        self.stream.restore(record["stream"])
+        self.carried, self.share = decode_groups(record["pending"]), record["share"]
 
     def move_to(self, stream: Mapping[str, Any]) -> None:
         """Goes to a position in the problems, as `record` has it. Raises ValueError if it is one in other problems."""
-        self._stream.restore(dict(stream))
+        self.stream.restore(dict(stream))
 
     def close(self) -> None:
         """Ends the work in the background, if there is any."""
 
     def _next(self, step: int, **begun: list[Group]) -> Collected:
-        collected = self._collect(step=step, pending=self._carried, share=self._share, **begun)
-        self._share = collected.share or self._share
+        collected = self.collect(step=step, pending=self.carried, share=self.share, **begun)
+        self.share = collected.share or self.share
         return collected

@@ -15,14 +15,13 @@ as the weights do not change, all groups are the same as without this module.
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from rpg_jax.data import Problem, PromptStream
+from rpg_jax.data import Problem
 from rpg_jax.data.groups import decode_groups, encode_groups, unscored
-from rpg_jax.rollout import Rollout
-from rpg_jax.training.ahead import staleness, without_present
-from rpg_jax.training.collect import Collected, Collector, DynamicSampling, Sampled
+from rpg_jax.training.ahead import sampled
+from rpg_jax.training.collect import Collector, DynamicSampling, Sampled
 from rpg_jax.training.generate import GroupGenerator, Part
 from rpg_jax.types import Completion
 
@@ -42,13 +41,14 @@ class _Batch:
     completions: list[list[Completion]]
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class PartialCollector(Collector):
     """Collects the groups of a step, whose first parts earlier steps have drawn.
 
     With dynamic sampling, a step's first batch is drawn in parts. If too few of its groups are informative, further
     batches are drawn whole. The groups are scored once all parts of the step are drawn.
 
-    Args:
+    Attributes:
       collect, take_errors, rollout, stream: see `Collector`.
       generator: draws the parts.
       prompts_per_step, dynamic: as `collect` has them; surplus groups are dropped.
@@ -57,57 +57,38 @@ class PartialCollector(Collector):
       steps: the number of steps of the run; nothing begins for later steps.
     """
 
+    generator: GroupGenerator
+    prompts_per_step: int
+    dynamic: DynamicSampling | None
+    max_tokens: int
+    part_tokens: int
+    steps: int
     lags = True
 
-    def __init__(
-        self,
-        collect: Callable[..., Collected],
-        take_errors: Callable[[], Mapping[str, int]],
-        rollout: Rollout,
-        stream: PromptStream,
-        *,
-        generator: GroupGenerator,
-        prompts_per_step: int,
-        dynamic: DynamicSampling | None,
-        max_tokens: int,
-        part_tokens: int,
-        steps: int,
-    ):
-        super().__init__(collect, take_errors, rollout, stream)
-        self._generator, self._prompts_per_step, self._dynamic = generator, prompts_per_step, dynamic
-        self._max_tokens, self._part_tokens, self._steps = max_tokens, part_tokens, steps
-        self._parts = math.ceil(max_tokens / part_tokens)
+    def __post_init__(self) -> None:
+        self._parts = math.ceil(self.max_tokens / self.part_tokens)
         self._batches: dict[int, _Batch] = {}  # by the step that trains them
 
     def take(self, step: int, params: Any, version: int) -> Sampled:
         """Draws a part of every group that has begun, and returns the groups of `step`, which are complete then."""
-        due = range(step, min(step + self._parts, self._steps))
+        due = range(step, min(step + self._parts, self.steps))
         for number in due:
             if number not in self._batches:
                 self._batches[number] = self._next_batch()
         self._draw(step, due)
         batch = self._batches.pop(step)
-        begun = self._generator.judge(batch.problems, batch.completions)
-        collected = self._next(step, begun=begun)
-        trained = collected.trained
-        errors = self._take_errors()
-        return Sampled(collected, errors, without_present(trained, version), staleness=staleness(trained, version))
+        collected = self._next(step, begun=self.generator.judge(batch.problems, batch.completions))
+        return sampled(collected, self.take_errors(), version)
 
     def record(self) -> dict[str, Any]:
         """As `Collector.record`, with the groups that have begun."""
-        batches = {
-            str(number): {
-                "draws": batch.draws,
-                "groups": encode_groups(
-                    [
-                        unscored(problem, self._generator.encode(problem), completions)
-                        for problem, completions in zip(batch.problems, batch.completions, strict=True)
-                    ]
-                ),
-            }
-            for number, batch in self._batches.items()
-        }
-        return super().record() | {"partial": batches}
+
+        def kept(batch: _Batch) -> dict[str, Any]:
+            given = zip(batch.problems, batch.completions, strict=True)
+            groups = [unscored(problem, self.generator.encode(problem), begun) for problem, begun in given]
+            return {"draws": batch.draws, "groups": encode_groups(groups)}
+
+        return super().record() | {"partial": {str(number): kept(batch) for number, batch in self._batches.items()}}
 
     def restore(self, record: Mapping[str, Any]) -> None:
         super().restore(record)
@@ -119,12 +100,12 @@ class PartialCollector(Collector):
 
     def _next_batch(self) -> _Batch:
         """The next problems. With dynamic sampling a problem is in a batch once; without, its n-th group is draw n."""
-        count, dynamic = self._prompts_per_step, self._dynamic
+        count, dynamic = self.prompts_per_step, self.dynamic
         if dynamic is not None:
-            count = dynamic.batch_size(count, missing=count, share=self._share)
+            count = dynamic.batch_size(count, missing=count, share=self.share)
         seen: collections.Counter[int] = collections.Counter()
         problems, draws = [], []
-        for problem in self._stream.take(count):
+        for problem in self.stream.take(count):
             if dynamic is None or not seen[problem.prompt_id]:
                 problems.append(problem)
                 draws.append(seen[problem.prompt_id])
@@ -137,14 +118,14 @@ class PartialCollector(Collector):
         groups: list[list[Completion]] = []
         for number in due:
             batch = self._batches[number]
-            most = min(self._max_tokens, (self._parts - number + step) * self._part_tokens)
+            most = min(self.max_tokens, (self._parts - number + step) * self.part_tokens)
             for problem, draw, group in zip(batch.problems, batch.draws, batch.completions, strict=True):
                 fresh = Part(problem, number, draw, most)
                 going_on = [(i, one) for i, one in enumerate(group) if _goes_on(one, most)]
                 own = [dataclasses.replace(fresh, index=i, begun=one) for i, one in going_on] if group else [fresh]
                 parts += own
                 groups += [group] * len(own)
-        drawn = self._generator.draw(parts, step=step) if parts else []
+        drawn = self.generator.draw(parts, step=step) if parts else []
         for part, group, completions in zip(parts, groups, drawn, strict=True):
             first = part.index or 0
             group[first : first + len(completions)] = completions

@@ -177,7 +177,7 @@ def test_carried_groups_are_trained_with_the_logprobs_of_the_weights_that_sample
     loop = make_loop(parts, tmp_path, dynamic=dynamic, rule=rule, batch_size=7, programs=recorder)
     before = jax.tree.map(np.array, loop.state.params)
     loop.run_step()
-    carried = loop.algorithm.collector._carried
+    carried = loop.algorithm.collector.carried
     after = jax.tree.map(np.array, loop.state.params)
     assert len(carried) == 2
     recorder.seen.clear()
@@ -299,10 +299,10 @@ def test_the_rollout_gets_the_weights_of_a_step_after_the_guard_has_let_it_pass(
     asked, loop = [], None
 
     def guard(number, values, updates):
-        asked.append((number, values["sampler_gap"], len(updates), loop.algorithm.collector._rollout.version))
+        asked.append((number, values["sampler_gap"], len(updates), loop.algorithm.collector.rollout.version))
         return fault
 
     loop = make_loop(parts, tmp_path, dynamic=None, batch_size=2, fault=guard)
     step = loop.run_step()
     assert step.fault == fault and asked == [(1, step.metrics["sampler_gap"], 2, 0)] and asked[0][1] > 0
-    assert loop.algorithm.collector._rollout.version == (2 if fault is None else 0)
+    assert loop.algorithm.collector.rollout.version == (2 if fault is None else 0)
