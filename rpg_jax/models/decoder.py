@@ -201,9 +201,9 @@ class Decoder(nnx.Module):
         keys, values = zip(*held, strict=True)
         return self._final(x)[:, 0], replace(cache, keys=keys, values=values, lengths=cache.lengths + 1), chosen
 
-    def decodes_unrolled(self, cache: KVCache) -> bool:
+    def decodes_unrolled(self, *, int8_kv: bool) -> bool:
         """Whether a loop over tokens is faster with `unstacked_layers`: on CPUs, for few layers and no int8 cache."""
-        few = self.config.num_layers <= _UNROLLED and not cache.scales
+        few = self.config.num_layers <= _UNROLLED and not int8_kv
         return few and self.decode_attention == "xla" and platform() == "cpu"
 
     def unstacked_layers(self) -> list[Params]:

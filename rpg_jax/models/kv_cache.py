@@ -40,26 +40,35 @@ class KVCache:
 
     @classmethod
     def empty(
-        cls, config: DecoderConfig, slots: int, capacity: int, dtype=jnp.float32, *, int8: bool = False
+        cls,
+        config: DecoderConfig,
+        slots: int,
+        capacity: int,
+        dtype=jnp.float32,
+        *,
+        int8: bool = False,
+        unstacked: bool = False,
     ) -> KVCache:
         """A cache of empty slots, in `dtype` or in int8; on a TPU of whole tiles, which its kernels copy."""
         if platform() == "tpu":
             capacity = -(-capacity // LANES) * LANES
         lead = (config.num_layers, slots, config.num_kv_heads)
         dtype = jnp.int8 if int8 else dtype
-        return cls(
+        cache = cls(
             keys=jnp.zeros((*lead, config.head_dim, capacity), dtype),
             values=jnp.zeros((*lead, capacity, config.head_dim), dtype),
             lengths=jnp.zeros(slots, jnp.int32),
             scales=tuple(jnp.zeros((*lead, 1, capacity)) for _ in range(2 * int8)),
         )
+        return cache.unstacked() if unstacked else cache
 
     @classmethod
-    def logical_axes(cls, *, int8: bool = False) -> KVCache:
-        """A cache with a tuple of logical axis names in place of each array."""
-        names = (None, "slots", "kv_heads", None, None)
-        axes = names, names, ("slots",), (names, names) if int8 else ()
-        return cls(*axes)  # type: ignore[arg-type]  # names, not arrays
+    def logical_axes(cls, *, int8: bool = False, layers: int = 0) -> KVCache:
+        """A cache with a tuple of logical axis names in place of each array. `layers` is of an unstacked cache."""
+        names: Any = (None, "slots", "kv_heads", None, None)
+        scales = (names, names) if int8 else ()
+        names = (names[1:],) * layers if layers else names
+        return cls(names, names, ("slots",), scales)  # type: ignore[arg-type]  # names, not arrays
 
     @property
     def slots(self) -> int:
@@ -74,7 +83,9 @@ class KVCache:
         return replace(self, keys=tuple(self.keys), values=tuple(self.values))
 
     def stacked(self) -> KVCache:
-        """The opposite of `unstacked`."""
+        """The opposite of `unstacked`; a stacked cache is returned as it is."""
+        if not isinstance(self.keys, tuple):
+            return self
         return replace(self, keys=jnp.stack(self.keys), values=jnp.stack(self.values))
 
     def insert(self, prefix: KVCache, slot: jax.Array | int, row: jax.Array | int = 0) -> KVCache:
@@ -88,6 +99,7 @@ class KVCache:
         keys, values = (jax.lax.dynamic_slice_in_dim(x, row, 1, axis=1) for x in (prefix.keys, prefix.values))
         one = KVCache(keys, values, prefix.lengths[row])
         one = one.rounded() if self.scales else one
+        one = one.unstacked() if isinstance(self.keys, tuple) else one
         return jax.tree.map(functools.partial(_put, slot), self, one)
 
     def rounded(self) -> KVCache:
@@ -193,4 +205,5 @@ def _write_rows(
 def _put(slot: jax.Array | int, into: jax.Array, one: jax.Array) -> jax.Array:
     if one.ndim == 0:
         return into.at[slot].set(one)
-    return jax.lax.dynamic_update_slice(into, one.astype(into.dtype), (0, slot, 0, 0, 0))
+    corner = (0, slot, 0, 0, 0)[5 - into.ndim :]  # the array of one layer has no first axis
+    return jax.lax.dynamic_update_slice(into, one.astype(into.dtype), corner)

@@ -162,10 +162,12 @@ class DecodeState:
     active: jax.Array
 
     @classmethod
-    def empty(cls, config: DecoderConfig, slots: int, capacity: int, dtype, *, int8_kv: bool = False) -> DecodeState:
+    def empty(
+        cls, config: DecoderConfig, slots: int, capacity: int, dtype, *, int8_kv: bool = False, unstacked: bool = False
+    ) -> DecodeState:
         """A state in which all slots are free."""
         return cls(
-            cache=KVCache.empty(config, slots, capacity, dtype, int8=int8_kv),
+            cache=KVCache.empty(config, slots, capacity, dtype, int8=int8_kv, unstacked=unstacked),
             hidden=jnp.zeros((slots, config.embed_dim), dtype),
             keys=jnp.zeros((slots, 2), jnp.uint32),
             emitted=jnp.zeros(slots, jnp.int32),
@@ -174,12 +176,13 @@ class DecodeState:
         )
 
     @classmethod
-    def logical_axes(cls, *, int8_kv: bool = False) -> DecodeState:
-        """The names of every array's dimensions."""
+    def logical_axes(cls, *, int8_kv: bool = False, layers: int = 0) -> DecodeState:
+        """The names of every array's dimensions. `layers` is of an unstacked cache."""
         slot: Any = ("slots",)
         row: Any = ("slots", None)
         sampling = SlotSampling(slot, slot, slot, slot, stop_tokens=row, limit=slot)
-        return cls(KVCache.logical_axes(int8=int8_kv), row, row, slot, sampling, active=slot)
+        cache = KVCache.logical_axes(int8=int8_kv, layers=layers)
+        return cls(cache, row, row, slot, sampling, active=slot)
 
     def insert(self, prefix: Prefix, rows: Insertions) -> DecodeState:
         """Copies prefix rows into slots, and starts them."""

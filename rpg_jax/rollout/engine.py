@@ -66,10 +66,12 @@ class DecodeEngine:
         with weights.pinned() as params, self._scope():
             module = nnx.merge(graphdef, params)
             dtype, self._ragged = module.compute_dtype, module.decode_attention == "ragged"
-            rules, how = tuple(decoding.rules.items()), (dtype, decoding.int8_kv, decoding.record_experts)
+            unrolled = module.decodes_unrolled(int8_kv=decoding.int8_kv)
+            rules, how = tuple(decoding.rules.items()), (dtype, decoding.int8_kv, decoding.record_experts, unrolled)
             sizes = decoding.slots // decoding.threads, decoding.capacity, decoding.steps_per_dispatch
             self._programs = _make_programs(config, graphdef, *sizes, *how, decoding.mesh, rules)
         self._threads = [ThreadPoolExecutor(1, f"rpg-decode-{i}") for i in range(decoding.threads)]
+        self._split: tuple[Any, Any] = None, None  # weights, and the arrays of each of their layers
 
     def init_decode_state(self) -> State:
         """The decode state in which all slots are free."""
@@ -114,10 +116,11 @@ class DecodeEngine:
         attend = self._attended(attend_length)
         with self.weights.pinned() as params:
             share = np.int32(self._places if idle is None else max(1, idle // len(self._threads)))
+            layers = self._layers(params)
 
             def launch(one: DecodeState) -> tuple[DecodeState, DecodeResult]:
                 with self._scope():
-                    return self._programs.generate(params, one, share, attend)
+                    return self._programs.generate(params, layers, one, share, attend)
 
             if len(state) == 1:
                 results = [launch(*state)]
@@ -159,12 +162,19 @@ class DecodeEngine:
         tokens = jax.ShapeDtypeStruct((prompts, length), jnp.int32, sharding=sharding)
         lengths = jax.ShapeDtypeStruct((prompts,), jnp.int32, sharding=sharding)
         with self.weights.pinned() as params, self._scope():
+            layers = self._programs.split and jax.eval_shape(self._programs.split, params)
+            state, idle = self._programs.state_shapes, np.int32(1)
             return {
                 "prefill": self._programs.prefill.lower(params, tokens, lengths),
-                "decode": self._programs.generate.lower(
-                    params, self._programs.state_shapes, np.int32(1), self.decoding.capacity
-                ),
+                "decode": self._programs.generate.lower(params, layers, state, idle, self.decoding.capacity),
             }
+
+    def _layers(self, params: Any) -> Any:
+        """The weights of each layer in arrays of their own, for programs that do not scan the layers; else None."""
+        if self._programs.split and self._split[0] is not params:
+            with self._scope():
+                self._split = params, self._programs.split(params)
+        return self._split[1]
 
     def _attended(self, length: int | None) -> int:
         """The number of cache positions that a dispatch reads if no slot is longer than `length` at the end."""
@@ -189,7 +199,7 @@ class DecodeEngine:
 
 
 class _Programs(NamedTuple):
-    """The jitted programs of an engine, and the shapes of its state."""
+    """The jitted programs of an engine, and the shapes of its state. `split` is None if the layers are scanned."""
 
     init: Callable[..., DecodeState]
     prefill: jax.stages.Wrapped
@@ -198,6 +208,7 @@ class _Programs(NamedTuple):
     extend: jax.stages.Wrapped
     stop: jax.stages.Wrapped
     generate: jax.stages.Wrapped
+    split: jax.stages.Wrapped | None
     state_shapes: DecodeState
 
 
@@ -211,14 +222,17 @@ def _make_programs(
     dtype: Any,
     int8_kv: bool,
     record_experts: bool,
+    unrolled: bool,
     mesh: jax.sharding.Mesh | None,
     rules: tuple[tuple[str, Any], ...],
 ) -> _Programs:
     """Returns the same programs for equal arguments, so that the engines of a process trace and compile them once."""
-    empty = functools.partial(DecodeState.empty, config, slots, capacity, dtype, int8_kv=int8_kv)
+    sizes = slots, capacity, dtype
+    empty = functools.partial(DecodeState.empty, config, *sizes, int8_kv=int8_kv, unstacked=unrolled)
     state, drawn, shapes = None, None, jax.eval_shape(empty)
     if mesh is not None:
-        state = parallel.shardings(DecodeState.logical_axes(int8_kv=int8_kv), shapes, mesh, dict(rules))
+        axes = DecodeState.logical_axes(int8_kv=int8_kv, layers=config.num_layers if unrolled else 0)
+        state = parallel.shardings(axes, shapes, mesh, dict(rules))
         drawn = jax.NamedSharding(mesh, jax.P())
         shapes = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, state)
     generate = functools.partial(_decode_steps, graphdef, steps, record_experts)
@@ -229,7 +243,8 @@ def _make_programs(
         insert=jax.jit(DecodeState.insert, donate_argnums=0, out_shardings=state),
         extend=jax.jit(functools.partial(_extend_slots, graphdef), donate_argnums=1, out_shardings=state),
         stop=jax.jit(DecodeState.stop, donate_argnums=0, out_shardings=state),
-        generate=jax.jit(generate, donate_argnums=1, static_argnums=3, out_shardings=(state, drawn)),
+        generate=jax.jit(generate, donate_argnums=2, static_argnums=4, out_shardings=(state, drawn)),
+        split=jax.jit(lambda params: nnx.merge(graphdef, params).unstacked_layers()) if unrolled else None,
         state_shapes=shapes,
     )
 
@@ -261,8 +276,10 @@ def _score_text(graphdef: nnx.GraphDef, params: Any, tokens: jax.Array, length: 
 
 def _extend_slots(graphdef: nnx.GraphDef, params: Any, state: DecodeState, rows: Extensions) -> DecodeState:
     module = nnx.merge(graphdef, params)
+    where = state.cache.stacked(), rows.slots, rows.starts
     with module.full_precision():
-        return state.continued(rows, *module.extend(rows.tokens, rows.lengths, state.cache, rows.slots, rows.starts))
+        hidden, cache = module.extend(rows.tokens, rows.lengths, *where)
+    return state.continued(rows, hidden, cache.unstacked() if isinstance(state.cache.keys, tuple) else cache)
 
 
 def _decode_steps(
@@ -270,6 +287,7 @@ def _decode_steps(
     steps: int,
     record: bool,
     params: Any,
+    layers: Sequence[Any] | None,
     state: DecodeState,
     idle: jax.Array,
     attend_length: int,
@@ -277,9 +295,6 @@ def _decode_steps(
     """Runs up to `steps` decode steps. It ends early when `idle` slots have become idle, or when all slots are."""
     module = nnx.merge(graphdef, params)
     floor = jnp.maximum(0, state.active.sum() - idle)
-    layers = module.unstacked_layers() if module.decodes_unrolled(state.cache) else None
-    if layers:
-        state = replace(state, cache=state.cache.unstacked())
 
     def step(carry):
         i, state, tokens, logprobs, counts, kept = carry
@@ -305,6 +320,4 @@ def _decode_steps(
     start = (jnp.int32(0), state, blank, blank.astype(jnp.float32), counts, kept)
     with module.full_precision():
         _, state, tokens, logprobs, counts, kept = jax.lax.while_loop(unfinished, step, start)
-    if layers:
-        state = replace(state, cache=state.cache.stacked())
     return state, DecodeResult(tokens, logprobs, counts, state.active, state.emitted, kept)

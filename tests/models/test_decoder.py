@@ -175,8 +175,7 @@ def test_layers_that_are_not_scanned_decode_as_scanned_ones(family):
 def test_few_layers_over_a_float_cache_are_not_scanned_on_a_cpu(layers, int8, unrolled):
     config = dataclasses.replace(QWEN3, num_layers=layers)
     module = nnx.merge(*models.abstract(config))
-    cache = jax.eval_shape(functools.partial(KVCache.empty, config, 2, 8, int8=int8))
-    assert module.decodes_unrolled(cache) == unrolled
+    assert module.decodes_unrolled(int8_kv=int8) == unrolled
 
 
 def test_one_prefix_fills_several_slots():
