@@ -316,7 +316,8 @@ FIELDS = Section(
             "steps or updates"),
         kl_threshold=Field(0.01, "kappa of rule=kl.", "nats per token", range="(0, inf)"),
         path=Field(optional(str), "A teacher, which rule=teacher takes as the reference: a model of any supported "
-            "family with the policy's tokenizer, as in model.path. It is held in model.compute_dtype."),
+            "family with the policy's tokenizer, as in model.path. It is held in model.compute_dtype. Or its "
+            "servers, as in servers.urls with a list: vLLM or rpg_jax.serve, which give its log-probs."),
         resident=Field(False, "Keep the reference's weights in device memory between steps. A teacher's always stay, "
             "unless offload names the reference."),
     ),

@@ -61,7 +61,7 @@ PRETRAINED: Mapping[str, Published] = MappingProxyType(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = cli.parser("pretrained", __doc__)
+    parser = cli.parser("launch.pretrained", __doc__)
     parser.prog = "python -m launch.pretrained"
     parser.add_argument("name", help="smollm2-135m (SmolLM2-135M-Instruct, Apache-2.0)")
     parser.add_argument("--output", help="folder to write (default: the name)")

@@ -21,7 +21,7 @@ LAYERS = (
     {"planning", "reproduction"},
     {"benchmarks"},
 )
-COMMANDS = {"bench", "evaluate", "export", "first_hour", "plan", "reproduce", "sample", "serve", "sft", "train"}
+COMMANDS = {"bench", "evaluate", "export", "plan", "reproduce", "sample", "serve", "sft", "train"}
 ENTRY_POINTS = len(LAYERS)  # every other module directly under rpg_jax/
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 

@@ -26,7 +26,7 @@ class Job:
     """One launch, and the TPU slices that it asks Google Cloud for. A field with a help text is an option.
 
     `trainer` is what follows `--`: arguments of `python -m rpg_jax.train`, of `rpg_jax.serve` with `serves_for`, or
-    "first-hour" and arguments of `rpg_jax.first_hour`. `secrets` are (environment variable, name) pairs.
+    "first-hour" and arguments of `launch.first_hour`. `secrets` are (environment variable, name) pairs.
     """
 
     name: str = option("name of the run and of the TPU: a DNS label; the same name resumes")
@@ -109,7 +109,7 @@ class Job:
             # The user's own --idle comes later, and counts.
             return ("rpg_jax.serve", "--idle=3600", *self.trainer, "--host=0.0.0.0", f"--http_port={PORT}")
         if self.is_first_hour:
-            return ("rpg_jax.first_hour", "--platform=tpu", *self.trainer[1:], f"--out={self.runs}/{self.name}")
+            return ("launch.first_hour", "--platform=tpu", *self.trainer[1:], f"--out={self.runs}/{self.name}")
         return ("rpg_jax.train", *self.trainer, f"--config.run.dir={self.runs}", f"--config.run.name={self.name}")
 
     @property

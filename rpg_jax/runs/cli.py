@@ -131,10 +131,13 @@ def settings(beside: Sequence[str]) -> dict[str, list[str]]:
 
 
 def parser(name: str, description: str) -> Parser:
-    """The parser of `python -m rpg_jax.NAME`, which is `rpg-NAME` where the package is installed."""
+    """The parser of `python -m rpg_jax.NAME`, which is `rpg-NAME` where the package is installed.
+
+    A `name` with a dot is the whole name of a module outside the package.
+    """
     script = f"rpg-{name}"
     made = Parser(
-        prog=script if Path(sys.argv[0]).stem == script else f"python -m rpg_jax.{name}",
+        prog=script if Path(sys.argv[0]).stem == script else f"python -m {name if '.' in name else f'rpg_jax.{name}'}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -28,7 +28,7 @@ from rpg_jax.models.weights import quantized
 from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import INPUTS, PARENT, START
 from rpg_jax.runs import branching, cli, config_files, memory, processes, run_folder
-from rpg_jax.runs.layout import Layout, make_layout
+from rpg_jax.runs.layout import Layout, make_layout, teacher_folder
 from rpg_jax.runs.memory import fitting_layout, make_decoding, with_micro_batch
 from rpg_jax.runs.problems import Task, listed
 from rpg_jax.runs.resolve import environment_options, own_code, reward_arguments, with_method
@@ -367,7 +367,7 @@ def check_inputs(experiment: Experiment, folder: Path, *, begins: bool) -> dict[
     found, task = input_digests(experiment), experiment.task
     if task.train or task.demonstrated:
         found |= code_digests(experiment.config, experiment.handed)
-    if task.train and (path := experiment.config.reference.path):
+    if task.train and (path := teacher_folder(experiment.config)):
         found["reference.path (weights)"] = files_digest(models.local_folder(path))
     if task.train and (path := experiment.config.rehearsal.path):
         found["rehearsal.path"] = files_digest(storage.local(path), "completions.jsonl")

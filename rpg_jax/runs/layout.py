@@ -221,6 +221,12 @@ def rows_per_update(config: ConfigDict) -> int:
     return config.rollout.prompts_per_step // config.train.updates_per_step * config.rollout.group_size
 
 
+def teacher_folder(config: ConfigDict) -> str | None:
+    """The folder or hub address of a teacher whose weights the run reads. None: no teacher, or servers have it."""
+    path = config.reference.path
+    return path if path and not path.startswith(("http://", "https://")) else None
+
+
 def _parts(devices: list[jax.Device], decoding: int) -> tuple[list[jax.Device], list[jax.Device]]:
     """Splits the devices: the last `decoding` devices only sample, and the devices before them train."""
     if not 0 <= decoding < len(devices):

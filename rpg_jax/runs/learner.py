@@ -16,7 +16,7 @@ from rpg_jax import losses, models, storage
 from rpg_jax.models.lora import init_adapters, load_adapters, merged
 from rpg_jax.models.weights import quantized
 from rpg_jax.runs.branching import Parent
-from rpg_jax.runs.layout import Layout, abstract_model
+from rpg_jax.runs.layout import Layout, abstract_model, teacher_folder
 from rpg_jax.runs.resolve import lags, loss_arguments
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.training.critic import Critic
@@ -142,7 +142,9 @@ def reference_rule(config: ConfigDict) -> Rule:
 
 
 def reference_differs(config: ConfigDict) -> bool:
-    """Whether the reference may be another policy than the policy that samples a step."""
+    """Whether a step needs a pass of the reference: it may be another policy than the one that samples, and is here."""
+    if config.reference.path and not teacher_folder(config):
+        return False
     return reference_rule(config).differs(config.train.updates_per_step * config.train.epochs)
 
 

@@ -23,7 +23,7 @@ from rpg_jax.models.sizes import parameter_count
 from rpg_jax.models.weights import quantized, quantized_shardings
 from rpg_jax.rollout import Decoding
 from rpg_jax.rollout.decode_state import DecodeState
-from rpg_jax.runs.layout import Layout, make_layout, packing_shape, row_shape, rows_per_update
+from rpg_jax.runs.layout import Layout, make_layout, packing_shape, row_shape, rows_per_update, teacher_folder
 from rpg_jax.runs.learner import Learner, make_learner, offloaded, reference_differs
 from rpg_jax.runs.teacher import reference_layout
 from rpg_jax.training.collect import UNKNOWN_SHARE
@@ -103,6 +103,8 @@ def held_while_sampling(layout: Layout, learner: Learner, decoding: Decoding) ->
 
 def reference_bytes(layout: Layout) -> float:
     """Bytes on a device of the reference's weights."""
+    if layout.config.reference.path and not teacher_folder(layout.config):
+        return 0.0  # servers have the teacher
     own = reference_layout(layout)
     return bytes_on_a_device(layout.abstract_trained if own is layout else own.abstract_params)
 
@@ -110,7 +112,7 @@ def reference_bytes(layout: Layout) -> float:
 def resident_reference(layout: Layout) -> float:
     """Bytes on a device of a reference that stays there between steps."""
     c = layout.config
-    stays = (c.reference.resident or c.reference.path) and "reference" not in offloaded(c)
+    stays = (c.reference.resident or teacher_folder(c)) and "reference" not in offloaded(c)
     return reference_bytes(layout) if stays else 0.0
 
 
@@ -326,7 +328,7 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
     stays = resident_reference(layout)
     read = reference_bytes(layout)
     other = read if stays or reference_differs(c) else 0
-    anchor = read if c.loss.estimator == "exact" else stays if c.reference.path else 0
+    anchor = read if c.loss.estimator == "exact" else stays if teacher_folder(c) else 0
     sampling = held_while_sampling(layout, learner, decoding)
     return {
         "log-probs": training + slots + other,

@@ -25,7 +25,7 @@ from rpg_jax.runs.experiment import (
     make_scorer,
     note_start,
 )
-from rpg_jax.runs.layout import packing_shape
+from rpg_jax.runs.layout import packing_shape, teacher_folder
 from rpg_jax.runs.learner import (
     Learner,
     first_adapters,
@@ -52,7 +52,7 @@ from rpg_jax.training.loop import Algorithm, Step, take_step
 from rpg_jax.training.measures import SAMPLER_GAPS, Guard
 from rpg_jax.training.objective import advantages_fn, token_rewards
 from rpg_jax.training.partial import PartialCollector
-from rpg_jax.training.reference import Reference
+from rpg_jax.training.reference import Reference, Taught
 from rpg_jax.training.state import TrainState
 
 
@@ -111,7 +111,8 @@ def make_trainer(
     if needs_weights:
         note_start(folder.files, weights_checksum(params if base is None else base.weights))
     journal = checkpointing.group_journal(experiment.layout)
-    algorithm = make_algorithm(experiment, learner, own, scorer, folder, base, journal)
+    reference = make_reference(experiment, folder, closing)
+    algorithm = make_algorithm(experiment, learner, own, scorer, reference, folder, base, journal)
     algorithm = dataclasses.replace(algorithm, fault=guard.fault)
     closing.callback(algorithm.collector.close)
     if parent is not None:
@@ -190,6 +191,7 @@ def make_algorithm(
     learner: Learner,
     own: rollout.Rollout,
     scorer: rewards.Scorer,
+    reference: Reference,
     folder: storage.Folder,
     base: models.Base | None = None,
     journal: rollout.GroupJournal | None = None,
@@ -219,7 +221,7 @@ def make_algorithm(
         else advantages_fn(c.loss.advantage, name, [*weights.values()], **credit, **hyperparameters),
         token_rewards=functools.partial(token_rewards, **credit),
         programs=programs,
-        reference=make_reference(experiment, folder),
+        reference=reference,
         rehearsal=open_rehearsal(experiment),
         decoupled=lags(c) and losses.carried_ratio(c.loss.sampler_correction) is not None,
         updates_per_step=c.train.updates_per_step,
@@ -330,10 +332,16 @@ def make_collector(
     )
 
 
-def make_reference(experiment: Experiment, folder: storage.Folder) -> Reference:
+def make_reference(experiment: Experiment, folder: storage.Folder, closing: contextlib.ExitStack) -> Reference:
     """The config's reference policy: policies of the run, with their snapshots in its folder, or a teacher."""
     c, layout, offload = experiment.config, experiment.layout, "reference" in offloaded(experiment.config)
     memory: Literal["disk", "device", "host"] = "host" if offload else "device" if c.reference.resident else "disk"
     how: dict[str, Any] = {"snapshots": Snapshots(folder.home / "reference"), "like": layout.abstract_trained}
     how["teacher"] = open_teacher(layout, experiment.tokenizer, offload=offload)
+    if c.reference.path and not teacher_folder(c):
+        from rpg_jax.runs.served_trainer import make_served_teacher  # not every installation has what it needs
+
+        served = make_served_teacher(experiment)
+        closing.callback(served.close)
+        how["teacher"] = Taught(scores=served.logprobs)
     return Reference(reference_rule(c), memory=memory, **how)

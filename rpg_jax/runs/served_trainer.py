@@ -1,5 +1,6 @@
-"""Makes the rollout of a training run whose completions come from servers."""
+"""Makes what a training run has of servers: the rollout of its completions, or the log-probs of its teacher."""
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from ml_collections import ConfigDict
 
 from rpg_jax import models, rollout, storage
@@ -14,8 +16,8 @@ from rpg_jax.parallel import hosts
 from rpg_jax.rollout.servers.balance import Balance
 from rpg_jax.rollout.servers.client import Client, Look, source
 from rpg_jax.rollout.servers.protocol import Probe, prober
-from rpg_jax.rollout.servers.rollout import ServersRollout
-from rpg_jax.rollout.servers.server import KINDS
+from rpg_jax.rollout.servers.rollout import ServedTeacher, ServersRollout
+from rpg_jax.rollout.servers.server import KINDS, TEACHER
 from rpg_jax.rollout.servers.weight_folders import WeightFolders
 from rpg_jax.rollout.serving.access import CERTIFICATE, ApiKey, pem_file
 from rpg_jax.runs.experiment import Experiment
@@ -37,12 +39,7 @@ def make_served(experiment: Experiment, params: Any, base: models.Base | None = 
     config, layout, tokenizer = experiment.config, experiment.layout, experiment.tokenizer
     c, m, kind = config.servers, config.model, KINDS[config.servers.kind]
     _check(config)
-    client = Client(
-        key=_key(),
-        certificate=pem_file(c.certificate, CERTIFICATE),
-        certificate_name=c.certificate_name,
-        timeout=c.timeout_seconds,
-    )
+    client = _client(c)
     addresses = _addresses(c.urls, client, shared=kind.counters)
     balance = Balance(addresses, client, kind, parallel=c.parallel, patience=c.patience_seconds)
     original = {"base": models.local_folder(m.path, weights=False)} if m.path else {}
@@ -65,6 +62,46 @@ def make_served(experiment: Experiment, params: Any, base: models.Base | None = 
         capacity=rollout.capacity(config.task.max_prompt_tokens, config.rollout.max_tokens),
         vocab_size=layout.model.vocab_size,
     )
+
+
+def make_served_teacher(experiment: Experiment) -> ServedTeacher:
+    """The teacher at the addresses of `reference.path`. Waits until a server answers.
+
+    Raises:
+      ValueError: an address or the key does not fit, the loss needs more than the log-probs of sampled tokens at
+        temperature 1, or the teacher has another tokenizer than the policy.
+    """
+    config, tokenizer = experiment.config, experiment.tokenizer
+    c, client, url = config.servers, _client(config.servers), config.reference.path
+    if config.loss.estimator == "exact" or config.rollout.temperature != 1:
+        raise ValueError(
+            f"reference.path={url} with loss.estimator={config.loss.estimator} and rollout.temperature="
+            f"{config.rollout.temperature:g}: servers give the log-probs of sampled tokens at temperature 1, and "
+            "nothing else; choose another method and rollout.temperature=1, or give the teacher's folder"
+        )
+    how = {"parallel": c.parallel, "patience": c.patience_seconds}
+    teacher = ServedTeacher(Balance(source(url, client.check), client, TEACHER, **how), model=c.model)
+    tokens = np.array(tokenizer.encode(experiment.task.train[0].prompt), np.int32)
+    with contextlib.ExitStack() as failing:
+        failing.callback(teacher.close)
+        for token, name in zip(tokens.tolist(), teacher.names(tokens), strict=True):
+            if _letters(name) != _letters(own := tokenizer.decode([token])):
+                raise ValueError(
+                    f"reference.path={url} has another tokenizer than the policy: token {token} is {name!r} there and "
+                    f"{own!r} here, and a teacher scores the tokens of the policy. Choose a teacher with its tokenizer"
+                )
+        failing.pop_all()
+    return teacher
+
+
+def _letters(text: str) -> str:
+    """The text without blanks, and without bytes that are no character alone: servers write these differently."""
+    return "".join(letter for letter in text if letter.isascii() and not letter.isspace())
+
+
+def _client(c: ConfigDict) -> Client:
+    certificate, name = pem_file(c.certificate, CERTIFICATE), c.certificate_name
+    return Client(key=_key(), certificate=certificate, certificate_name=name, timeout=c.timeout_seconds)
 
 
 def _probe(experiment: Experiment) -> Callable[[Any], Probe]:

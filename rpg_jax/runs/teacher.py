@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from rpg_jax import data, models
-from rpg_jax.runs.layout import Layout
+from rpg_jax.runs.layout import Layout, teacher_folder
 from rpg_jax.runs.learner import learner_programs, make_learner
 from rpg_jax.training.reference import Taught
 from rpg_jax.training.state import in_host_memory
@@ -27,7 +27,7 @@ def reference_layout(layout: Layout) -> Layout:
       ValueError: the teacher's architecture is not supported, it has fewer entries than the policy, or its context is
         too short.
     """
-    if not (path := layout.config.reference.path):
+    if not (path := teacher_folder(layout.config)):
         return layout
     config, own = layout.config, models.read_config(models.local_folder(path, weights=False))
     wanted, given = layout.model.vocab_size, own.vocab_size
@@ -52,9 +52,9 @@ def open_teacher(layout: Layout, tokenizer: data.Tokenizer, *, offload: bool) ->
     Raises:
       ValueError: the teacher has another tokenizer, and as `reference_layout` does.
     """
-    if not layout.config.reference.path:
+    if not (path := teacher_folder(layout.config)):
         return None
-    path, own = layout.config.reference.path, reference_layout(layout)
+    own = reference_layout(layout)
     folder = models.local_folder(path)
     check_tokenizer(path, data.load_tokenizer(folder), tokenizer)
     dtype = own.config.model.param_dtype

@@ -178,6 +178,8 @@ def _reference_pass(
 
     A reference that is not the present policy chooses its own experts: the recorded experts are the policy's.
     """
+    if a.reference.scores is not None:
+        return tuple(batch.packing.scatter(a.reference.scores(batch.groups)))
     coincides = a.reference.coincides()
     if coincides and present is not None:
         return present

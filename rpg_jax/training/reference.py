@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
+import numpy as np
 
 from rpg_jax.losses.declaration import lookup
 from rpg_jax.storage.checkpoints import Snapshots
@@ -126,10 +127,15 @@ def make_rule(rule: str, **numbers: Any) -> Rule:
 
 
 class Taught(NamedTuple):
-    """A teacher: weights on devices or in host memory, and the `step.Programs` that read them."""
+    """A teacher: weights on devices or in host memory, and the `step.Programs` that read them; or servers of it.
 
-    params: Any
-    programs: Any
+    `scores` asks the servers: groups in, log-probs f32[n] of each completion of each group out. Then `params` and
+    `programs` are None.
+    """
+
+    params: Any = None
+    programs: Any = None
+    scores: Callable[[Sequence[Any]], list[list[np.ndarray]]] | None = None
 
 
 class Reference:
@@ -141,7 +147,8 @@ class Reference:
       teacher: the reference, if it is another model; no run stores its weights.
 
     Attributes:
-      programs: the programs that read a teacher's weights; None without a teacher.
+      programs: the programs that read a teacher's weights; None without a teacher, or if servers have it.
+      scores: asks the servers of a teacher, see `Taught`; None without such servers.
       number: the number of updates that made the reference's weights.
       updates: the number of updates that made the policy's weights.
       kl_average: moving average of the token KL since the reference moved, not bias-corrected.
@@ -158,6 +165,7 @@ class Reference:
     ):
         self._rule, self._snapshots, self._like, self._memory = rule, snapshots, like, memory
         self._teacher, self.programs = teacher, teacher and teacher.programs
+        self.scores = teacher and teacher.scores
         self._stores = not rule.is_behaviour and teacher is None
         self._restored: tuple[int, Any] | None = None
         self.number, self.updates = 0, 0

@@ -2,8 +2,12 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
+import threading
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from rpg_jax import data, models
@@ -13,6 +17,7 @@ from rpg_jax.runs.problems import Task
 from rpg_jax.runs.resolve import resolve
 from rpg_jax.runs.teacher import check_tokenizer, reference_layout
 from tests.end_to_end import micro, whole_runs
+from tests.end_to_end.test_processes import reserve_port
 
 WIDER = models.DecoderConfig(
     vocab_size=1, num_layers=1, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, hidden_dim=96, qkv_bias=True,
@@ -26,10 +31,8 @@ def tokenizer(tmp_path_factory):
     return open_tokenizer(config, Task.from_config(config), tmp_path_factory.mktemp("tokenizer"))
 
 
-@pytest.fixture(scope="module")
-def teacher(tokenizer, tmp_path_factory):
-    """A folder with random weights, whose vocabulary has eight entries that no token has."""
-    folder, model = tmp_path_factory.mktemp("teacher"), dataclasses.replace(WIDER, vocab_size=tokenizer.vocab_size + 8)
+def random_teacher(folder, tokenizer, vocab_size):
+    model = dataclasses.replace(WIDER, vocab_size=vocab_size)
     params = models.init(model, seed=1)[1]
     params["lm_head"] = params["lm_head"] * 3  # a peaked policy
     models.save(folder, model, params)
@@ -37,13 +40,25 @@ def teacher(tokenizer, tmp_path_factory):
     return folder
 
 
-def trained(folder, teacher, steps, shared):
+@pytest.fixture(scope="module")
+def teacher(tokenizer, tmp_path_factory):
+    """A folder with random weights, whose vocabulary has eight entries that no token has."""
+    return random_teacher(tmp_path_factory.mktemp("teacher"), tokenizer, tokenizer.vocab_size + 8)
+
+
+@pytest.fixture(scope="module")
+def teacher_of_own_size(tokenizer, tmp_path_factory):
+    """Servers cut off no entries of the vocabulary."""
+    return random_teacher(tmp_path_factory.mktemp("teacher"), tokenizer, tokenizer.vocab_size)
+
+
+def trained(folder, teacher, steps, shared, **changes):
     """The metrics of each step, from a process with one device."""
     given = {
         "run.dir": folder, "run.name": "r", "warm_start.enabled": False, "rewards.parts": "exact:0",
         "optimizer.learning_rate": 1e-2, "optimizer.warmup": "0 updates", "train.steps": steps, "method": "OPD-EXACT",
         "reference.path": teacher, "evaluation.every": 8, "log.rollouts_every": 2,
-    }  # fmt: skip
+    } | changes  # fmt: skip
     flags = [f"--config.{name}={value}" for name, value in given.items()]
     command = ["-m", "rpg_jax.train", f"--config={whole_runs.MICRO}", *flags]
     whole_runs.completed(command, whole_runs.environment(shared))
@@ -61,6 +76,41 @@ def test_a_student_comes_nearer_to_its_teacher_and_goes_on_after_a_resume(teache
     resumed = trained(tmp_path / "cut", teacher, 6, shared)
     for name in ("kl_exact", "loss", "grad_norm"):
         assert resumed[-1][name] == straight[-1][name], name
+
+
+@pytest.fixture(scope="module")
+def address(teacher_of_own_size, shared):
+    """Of a server of the teacher."""
+    reserved, port = reserve_port()
+    reserved.close()
+    command = [
+        sys.executable,
+        "-m",
+        "rpg_jax.serve",
+        f"--model={teacher_of_own_size}",
+        "--port=0",
+        f"--http_port={port}",
+    ]
+    how = {"cwd": whole_runs.ROOT, "env": whole_runs.environment(shared), "text": True}
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
+    line = server.stdout.readline()
+    assert f"over HTTP on port {port}" in line, line + server.communicate(timeout=60)[0]
+    threading.Thread(target=server.stdout.read, daemon=True).start()
+    yield f"http://127.0.0.1:{port}"
+    server.terminate()
+    server.wait(60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["OPD", "OPD-SEQ"])
+def test_servers_of_a_teacher_teach_as_the_teacher_here(teacher_of_own_size, address, tmp_path, shared, method):
+    """The first steps, in which rounding has not yet chosen other tokens."""
+    here = trained(tmp_path / "here", teacher_of_own_size, 2, shared, method=method)
+    there = trained(tmp_path / "there", address, 2, shared, method=method)
+    for name in ("loss", "kl", "grad_norm", "kl_exact"):
+        if name in here[0]:
+            np.testing.assert_allclose([s[name] for s in there], [s[name] for s in here], rtol=2e-4, atol=1e-6)
+    assert here[0]["kl"] > 0.5
 
 
 def test_another_tokenizer_is_refused_by_its_first_other_token(tokenizer, tmp_path):

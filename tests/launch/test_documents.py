@@ -58,7 +58,7 @@ EXECUTED = {
     "python -m experiments.peers": "tests/experiments/test_peers.py",
     "python -m rpg_jax.reproduce": "tests/reproduction/test_run_tables.py",
     "python -m rpg_jax.bench": "tests/test_bench.py",
-    "python -m rpg_jax.first_hour": "tests/test_first_hour.py",
+    "python -m launch.first_hour": "tests/launch/test_first_hour.py",
     "python -m rpg_jax.plan --config=configs/qwen3_1p7b_gsm8k_lora": "tests/planning/test_estimates.py",  # --beside
     "python -m rpg_jax.plan --config=configs/qwen3_4b_2k_lora": "tests/planning/test_estimates.py",
     "python -m rpg_jax.plan --config=configs/qwen": "not run: compiles for minutes; docs/plan.md has what it printed",
@@ -83,7 +83,7 @@ LAUNCHERS = [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for _, line in COMMA
 def flags_of(module: str, command: str = "") -> set[str]:
     """The flags that a command's source declares."""
     module = module.replace(".", "/")
-    files = [ROOT / "rpg_jax" / f"{module}.py", ROOT / "rpg_jax" / module / "__main__.py"]
+    files = [ROOT / "rpg_jax" / f"{module}.py", ROOT / "rpg_jax" / module / "__main__.py", ROOT / f"{module}.py"]
     files += [ROOT / module / "__main__.py", ROOT / "experiments/kept.py"] if module.startswith("experiments/") else []
     parts = (f"measure_{command}", "subject") if module in ("bench", "experiments/peers") else ()
     files += [ROOT / "rpg_jax" / "benchmarks" / f"{name}.py" for name in parts]

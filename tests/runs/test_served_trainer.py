@@ -1,13 +1,15 @@
 """What a trainer with servers refuses before it asks any."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 
 from configs import tiny
 from rpg_jax.runs.resolve import resolve
-from rpg_jax.runs.served_trainer import make_served
+from rpg_jax.runs.served_trainer import make_served, make_served_teacher
 from rpg_jax.types import Sampling
+from tests.rollout.servers.conftest import StandIn
 
 URLS = {"servers.urls": "http://127.0.0.1:1"}
 
@@ -43,3 +45,55 @@ def test_what_does_not_fit_is_refused_by_name(changes, message, monkeypatch):
     experiment = SimpleNamespace(config=config, layout=None, tokenizer=tokenizer, sampling=sampling)
     with pytest.raises(ValueError, match=message):
         make_served(experiment, None)
+
+
+class Letters:
+    """A tokenizer whose token i is the i-th letter."""
+
+    def encode(self, text):
+        return [ord(letter) - ord("a") for letter in text]
+
+    def decode(self, tokens):
+        return "".join(chr(token + ord("a")) for token in tokens)
+
+
+def taught(**changes):
+    """What `make_served_teacher` reads of an experiment whose first prompt is "bad"."""
+    config = tiny.get_config()
+    config.update_from_flattened_dict({"method": "OPD", "reference.path": "http://127.0.0.1:1", **changes})
+    return SimpleNamespace(
+        config=resolve(config), tokenizer=Letters(), task=SimpleNamespace(train=[SimpleNamespace(prompt="bad")])
+    )
+
+
+@pytest.mark.parametrize("changes", [{"method": "OPD-EXACT"}, {"rollout.temperature": 0.7}])
+def test_a_teacher_on_servers_gives_nothing_but_log_probs_at_temperature_1(changes):
+    with pytest.raises(ValueError, match="servers give the log-probs of sampled tokens at temperature 1"):
+        make_served_teacher(taught(**changes))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["▁b", " a", "d\n"], None),  # blanks differ between servers
+        (["b", "z", "d"], "another tokenizer than the policy: token 0 is 'z' there and 'a' here"),
+        (["b", "a"], "3 log-probs and 2 texts of 3 tokens"),
+    ],
+)
+def test_a_teacher_on_servers_has_the_policys_tokenizer_or_is_refused(names, message):
+    asked = []
+
+    def answer(path, body):
+        if body is None:
+            return None
+        asked.append(body["prompt"])
+        return 200, {"choices": [{"logprobs": {"tokens": names, "token_logprobs": [None, -1.0, -2.0]}}]}
+
+    server = StandIn(answer)
+    experiment = taught(**{"reference.path": server.url})
+    with contextlib.ExitStack() as closing:
+        closing.callback(server.end)
+        if message is not None:
+            closing.enter_context(pytest.raises(ValueError, match=message))
+        make_served_teacher(experiment).close()
+        assert asked == [[1, 0, 3]]

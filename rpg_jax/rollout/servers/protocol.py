@@ -1,4 +1,4 @@
-"""The request for one turn of a completion, its answer, and the greedy probe that proves which weights a server has.
+"""Requests for a turn of a completion and for the scores of a text, their answers, and the greedy probe of weights.
 
 Every answer is checked before anything is trained on it.
 """
@@ -19,6 +19,7 @@ from rpg_jax.rollout.request import Row
 from rpg_jax.types import Completion, Sampling
 
 _ROUNDING = 1e-5  # a log-prob of a sum of probabilities may be so much above 0
+_IMPOSSIBLE = -9999.0
 
 
 class Aborted(Exception):
@@ -107,6 +108,47 @@ class TurnRequest:
                 f"{self.sampling.max_tokens} tokens, and return the log-probs of what it samples"
             )
         return made
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreRequest:
+    """Asks for the log-probabilities of given tokens, by the fields `echo` and `logprobs` of OpenAI's completions.
+
+    Attributes:
+      tokens: i32[T].
+      first: the first token whose log-probability is wanted, at least 1. The others are its context.
+      model: as of `TurnRequest`.
+      names: want the texts of all tokens in place of log-probabilities.
+    """
+
+    tokens: np.ndarray
+    first: int
+    model: str | None = None
+    names: bool = False
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The request."""
+        named = {} if self.model is None else {"model": self.model}
+        asked = {"max_tokens": 0, "echo": True, "logprobs": 0, "temperature": 1.0, "n": 1}
+        return {"prompt": self.tokens.tolist(), **asked, **named}
+
+    def read(self, answer: Any) -> Any:
+        """f32[T - first] in nats, or with `names` T texts. Raises Unusable if the answer has not T of both."""
+        try:
+            [choice] = answer["choices"]
+            names, found = choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]
+            sizes = len(names), len(found)
+        except (KeyError, TypeError, ValueError):
+            raise Unusable(f"no log-probs of the prompt: {str(answer)[:100]}") from None
+        if sizes != (len(self.tokens),) * 2:
+            raise Unusable(f"{sizes[1]} log-probs and {sizes[0]} texts of {len(self.tokens)} tokens")
+        if self.names:
+            return [str(name) for name in names]
+        logprobs = _logprobs(found[self.first :])
+        if not ((logprobs <= 0) & (logprobs > _IMPOSSIBLE)).all():
+            raise Unusable("a log-probability that is positive, not finite or -9999 (vLLM's word for probability 0)")
+        return logprobs
 
 
 def fault_of(one: Completion, sampling: Sampling, vocab_size: int) -> str:

@@ -1,27 +1,27 @@
-"""The driver "servers": a rollout whose completions come from servers."""
+"""The driver "servers": a rollout whose completions come from servers; and the scores of a teacher on servers."""
 
 import asyncio
 import functools
 import json
 import queue
-import threading
-from collections.abc import Coroutine
-from concurrent.futures import Future
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
+import numpy as np
+
+from rpg_jax.data.packing import Packable
 from rpg_jax.parallel import hosts
 from rpg_jax.rollout.request import Request, Row
 from rpg_jax.rollout.rollout import Rollout
 from rpg_jax.rollout.servers.balance import Balance, Loadable
-from rpg_jax.rollout.servers.client import Caller, Client, Refused, ServerError, Unavailable
-from rpg_jax.rollout.servers.protocol import TurnRequest
+from rpg_jax.rollout.servers.client import Background, Caller, Client, Refused, ServerError, Unavailable
+from rpg_jax.rollout.servers.protocol import ScoreRequest, TurnRequest
 from rpg_jax.rollout.servers.server import KINDS
 from rpg_jax.rollout.servers.weight_folders import WeightFolders
 from rpg_jax.rollout.serving.access import ApiKey
 from rpg_jax.rollout.weights import Weights
 from rpg_jax.types import Completion
 
-T = TypeVar("T")
 _TIMEOUT = 600.0  # seconds for one completion of a server that is shared, its wait for a slot included
 _PATIENCE = 60.0  # seconds without an answer of that server
 
@@ -54,17 +54,15 @@ class ServersRollout(Rollout):
         self._model, self._counters = model, counters
         self._capacity, self._vocab_size = capacity, vocab_size
         self._exchange = hosts.Exchange()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rpg-served", daemon=True)
-        self._thread.start()
-        self._running = self._begin(balance.run())
+        self._background = Background("rpg-served")
+        self._running = self._background.begin(balance.run())
 
     def sample(self, request: Request) -> list[list[Completion]]:
         request.check_fits(capacity=self._capacity, vocab_size=self._vocab_size)
         groups: list[list[Completion]] = [[] for _ in request.prompts]
         made: queue.SimpleQueue[tuple[int, list[Completion]] | None] = queue.SimpleQueue()
         self._balance.begin()
-        asking = self._begin(self._all(request, made))
+        asking = self._background.begin(self._all(request, made))
         asking.add_done_callback(lambda _: made.put(None))
         try:
             while (found := made.get()) is not None:
@@ -89,20 +87,7 @@ class ServersRollout(Rollout):
         return found | self._deployed.take_counts()
 
     def close(self) -> None:
-        async def end() -> None:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-
-        if not self._loop.is_closed():
-            self._begin(end()).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-
-    def _begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        self._background.close()
 
     async def _all(self, request: Request, made: queue.SimpleQueue[Any]) -> None:
         """Puts each complete group and its place into `made`."""
@@ -148,6 +133,49 @@ class ServersWeights(Weights):
         raise ValueError(f"the weights are those of the server {self._url}: restart it with another checkpoint")
 
     stage = sync = verify = _refuse
+
+
+class ServedTeacher:
+    """log π_teacher of given completions, by servers of the teacher. They compute at temperature 1.
+
+    A text is a prompt with a completion. Each process asks for its share of the texts, and all get all numbers.
+
+    Args:
+      model: the name under which servers have the teacher; None for the only model of a server.
+    """
+
+    def __init__(self, balance: Balance, *, model: str | None = None):
+        self._balance, self._model = balance, model
+        balance.use(Loadable("", "", 0))
+        self._background = Background("rpg-teacher")
+        self._running = self._background.begin(balance.run())
+
+    def logprobs(self, groups: Sequence[Packable]) -> list[list[np.ndarray]]:
+        """f32[n] of each completion of each group, in nats. Raises ServerError as `Balance.ask`."""
+        texts = [(g.prompt, completion.tokens) for g in groups for completion in g.completions]
+        own = self._ask([ScoreRequest(np.concatenate(text), len(text[0]), self._model) for text in hosts.share(texts)])
+        parts = hosts.all_gather_bytes(np.concatenate([np.zeros(0, np.float32), *own]).tobytes())
+        found: list[np.ndarray] = [np.zeros(0)] * len(texts)
+        for process, part in enumerate(parts):
+            ends = np.cumsum([len(completion) for _, completion in texts[process :: len(parts)]])
+            found[process :: len(parts)] = np.split(np.frombuffer(part, np.float32), ends)[:-1]
+        scores = iter(found)
+        return [[next(scores) for _ in g.completions] for g in groups]
+
+    def names(self, tokens: np.ndarray) -> list[str]:
+        """The texts of tokens i32[n], each alone, as the servers' tokenizer has them."""
+        [found] = self._ask([ScoreRequest(tokens, 0, self._model, names=True)])
+        return found
+
+    def close(self) -> None:
+        self._background.close()
+
+    def _ask(self, requests: Sequence[ScoreRequest]) -> list[Any]:
+        async def all_of() -> list[Any]:
+            return await asyncio.gather(*(self._balance.ask(one.body, one.read) for one in requests))
+
+        self._balance.begin()
+        return self._background.begin(all_of()).result()
 
 
 def connect(

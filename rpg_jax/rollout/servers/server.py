@@ -76,6 +76,9 @@ KINDS = {
 }
 """By the value of the config field `servers.kind`."""
 
+TEACHER = Kind(lambda folder, label: [], "reference.path needs servers with OpenAI's completions, echo and logprobs")
+"""Servers of a teacher, which load nothing."""
+
 
 STRIKES = 3  # incidents without an answer between them, at a server that says that it is healthy
 _LONGEST_REST, _DOUBLINGS = 30.0, 10  # seconds; a rest doubles no more often

@@ -9,7 +9,7 @@ import pytest
 
 from rpg_jax import models
 from rpg_jax.rollout.servers.client import ServerError
-from rpg_jax.rollout.servers.protocol import Probe, Unusable, prober
+from rpg_jax.rollout.servers.protocol import Probe, ScoreRequest, Unusable, prober
 from rpg_jax.rollout.servers.weight_folders import WeightFolders
 from tests.rollout.servers.conftest import PARAMS, REQUEST, Npy
 
@@ -141,3 +141,32 @@ def test_a_load_that_vllm_would_refuse_again_ends_the_run_and_another_500_does_n
         return (500, died) if path == "/collective_rpc" and calls.count(path) == 1 else None
 
     assert all(served(stand_in(once).url).generate(REQUEST))
+
+
+def scored(names=("a", "b", "c", "d"), logprobs=(None, -0.5, -1.25, -2.0)):
+    return {"choices": [{"logprobs": {"tokens": list(names), "token_logprobs": list(logprobs)}}]}
+
+
+def test_a_text_is_scored_from_its_first_completion_token_on():
+    request = ScoreRequest(np.array([5, 6, 7, 8], np.int32), 2, "teacher")
+    assert request.body["prompt"] == [5, 6, 7, 8] and request.body["model"] == "teacher"
+    assert (request.body["max_tokens"], request.body["echo"], request.body["logprobs"]) == (0, True, 0)
+    np.testing.assert_array_equal(request.read(scored()), np.array([-1.25, -2.0], np.float32))
+    assert dataclasses.replace(request, names=True).read(scored()) == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"choices": [{"logprobs": None}]}, "no log-probs of the prompt"),
+        ({"object": "error"}, "no log-probs of the prompt"),
+        (scored(logprobs=(None, -0.5, -1.25)), "3 log-probs and 4 texts of 4 tokens"),
+        (scored(logprobs=(None, -0.5, -1.25, None)), "the log-probs are no numbers"),
+        (scored(logprobs=(None, -0.5, 0.1, -2.0)), "positive, not finite or -9999"),
+        (scored(logprobs=(None, -0.5, float("nan"), -2.0)), "positive, not finite or -9999"),
+        (scored(logprobs=(None, -0.5, -9999.0, -2.0)), "positive, not finite or -9999"),
+    ],
+)
+def test_an_answer_without_usable_scores_is_named(answer, message):
+    with pytest.raises(Unusable, match=message):
+        ScoreRequest(np.array([5, 6, 7, 8], np.int32), 2).read(answer)

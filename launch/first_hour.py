@@ -1,11 +1,11 @@
 """The first hour on an accelerator: checks this machine step by step, and writes one report to send.
 
-  python -m rpg_jax.first_hour --platform=gpu --quick
+  python -m launch.first_hour --platform=gpu --quick
 
 Each step is a command in a process of its own; docs/first_hour.md says why it is there. --out receives report.md,
 report.json and a log of each step. A step has passed, has failed, or could not be run, for example without a network.
 The same command continues after an interruption: it keeps what has passed, if commit, packages and devices are equal.
-The exit code is 3 if a step failed.
+The exit code is 3 if a step failed. Run it from the repository.
 """
 
 import argparse
@@ -59,7 +59,7 @@ class Step:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = cli.parser("first_hour", __doc__)
+    parser = cli.parser("launch.first_hour", __doc__)
     parser.add_argument("--platform", choices=("tpu", "gpu", "cpu"), required=True, help="that the machine must have")
     parser.add_argument("--quick", action="store_true", help="fewer steps of training: minutes")
     parser.add_argument("--out", default="runs/first_hour", help="folder or gs://BUCKET/FOLDER (default: %(default)s)")

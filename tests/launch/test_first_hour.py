@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from rpg_jax import first_hour
-from rpg_jax.first_hour import FAILED, NOT_RUN, PASSED, Step, judged, steps
+from launch import first_hour
+from launch.first_hour import FAILED, NOT_RUN, PASSED, Step, judged, steps
 from tests.fake_gcs import FakeGcs
 
 VERSIONS = {"platform": "cpu", "devices": "1 x cpu", "packages": {"jax": "1"}, "python": "3", "commit": "c"}
@@ -166,7 +166,7 @@ def test_an_interrupt_ends_the_step_and_the_command_continues(hour, tmp_path, mo
 def test_a_report_in_a_bucket_is_continued_by_another_machine(tmp_path):
     pytest.importorskip("gcsfs")
     program = (
-        "from rpg_jax import first_hour as f; import sys\n"
+        "from launch import first_hour as f; import sys\n"
         "one = f.Step('one', '', ('-c', ''), lambda _: (True, 'fine'))\n"
         "f.steps = lambda *_: iter([one]); sys.exit(f.main(['--platform=cpu', '--out=gs://bucket/hour']))"
     )
