@@ -17,7 +17,7 @@ from rpg_jax.runs.problems import Task
 from rpg_jax.runs.resolve import resolve
 from rpg_jax.runs.teacher import check_tokenizer, reference_layout
 from tests.end_to_end import micro, whole_runs
-from tests.end_to_end.test_processes import reserve_port
+from tests.end_to_end.test_processes import assert_same_run, reserve_port, run
 
 WIDER = models.DecoderConfig(
     vocab_size=1, num_layers=1, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, hidden_dim=96, qkv_bias=True,
@@ -102,15 +102,26 @@ def address(teacher_of_own_size, shared):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["OPD", "OPD-SEQ"])
-def test_servers_of_a_teacher_teach_as_the_teacher_here(teacher_of_own_size, address, tmp_path, shared, method):
+def test_servers_of_a_teacher_teach_as_the_teacher_here(teacher_of_own_size, address, tmp_path, shared):
     """The first steps, in which rounding has not yet chosen other tokens."""
-    here = trained(tmp_path / "here", teacher_of_own_size, 2, shared, method=method)
-    there = trained(tmp_path / "there", address, 2, shared, method=method)
+    here = trained(tmp_path / "here", teacher_of_own_size, 2, shared, method="OPD")
+    there = trained(tmp_path / "there", address, 2, shared, method="OPD")
     for name in ("loss", "kl", "grad_norm", "kl_exact"):
         if name in here[0]:
             np.testing.assert_allclose([s[name] for s in there], [s[name] for s in here], rtol=2e-4, atol=1e-6)
     assert here[0]["kl"] > 0.5
+
+
+@pytest.mark.slow
+def test_two_processes_ask_a_teachers_servers_for_their_shares_and_train_as_one(address, tmp_path):
+    flags = {
+        "warm_start.enabled": False, "train.steps": 2, "method": "OPD", "reference.path": address, "mesh.replica": 1,
+        "mesh.fsdp": 2, "rollout.driver": "lockstep", "log.samples_per_step": 1000,
+    }  # fmt: skip
+    for processes in (1, 2):
+        given = [f"--config.{name}={value}" for name, value in flags.items()]
+        run(tmp_path, processes, *given, f"--config.run.name={processes}", devices=2)
+    assert_same_run(tmp_path / "1", tmp_path / "2")
 
 
 def test_another_tokenizer_is_refused_by_its_first_other_token(tokenizer, tmp_path):
