@@ -123,7 +123,8 @@ def check_call(function: Callable[..., Any], path: str, arguments: Sequence[str]
     """The number of `arguments` that `function`, known as `path`, is called with, beside its own keywords.
 
     A reward need not take the prompt: a function of two arguments, or whose third one is an option of its own with a
-    default, is called with completion and answer alone. Raises ValueError if the function takes other arguments.
+    default, is called with completion and answer alone. Raises ValueError if the function takes other arguments, or
+    calls something else its `completion` or its `prompt`.
     """
     try:
         signature = inspect.signature(function)
@@ -138,7 +139,9 @@ def check_call(function: Callable[..., Any], path: str, arguments: Sequence[str]
     else:
         asked = arguments
     try:
-        signature.bind(*asked, **options)
+        for own, gets in zip(signature.bind(*asked, **options).arguments, asked, strict=False):
+            if own != gets and own in ("completion", "prompt"):
+                raise TypeError(f"its {own!r} would be the {gets}")
         return len(asked)
     except TypeError as error:
         name = path.partition(":")[2]

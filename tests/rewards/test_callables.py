@@ -108,12 +108,18 @@ def test_async_calls_run_together_where_a_loop_is_running_and_a_late_one_is_canc
     assert scores.errors == {"timeout": 1} and cancelled == ["late"]
 
 
+def swapped(prompt, completion, gold):
+    return float(completion == gold)
+
+
 def test_what_cannot_be_named_or_called_is_refused_before_anything_runs():
     assert [*rewards.named(functools.partial(close, digits=2))[0]] == [f"{HERE}:close"]
     with pytest.raises(ValueError, match=rf"two rewards are called {HERE}:.*<lambda>: give each function a name"):
         rewards.named({(lambda c, a, p: 1): 1.0, (lambda c, a, p: 0): 1.0})
     with pytest.raises(ValueError, match=r"\(completion, answer, prompt\) or .*\(completion, answer\), with strings"):
         rewards.named(lambda completion: 1.0)
+    with pytest.raises(ValueError, match=r"swapped\(prompt, completion, gold\): its 'prompt' would be the completion"):
+        rewards.named(swapped)
     with pytest.raises(ValueError, match="a reward is a function or the name of a part, got int"):
         rewards.named({3: 1.0})
 
