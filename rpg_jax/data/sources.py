@@ -100,14 +100,12 @@ def load(
                 _merge(merged, read_row(row, reading, len(merged), report), report)
             except BadRow as reason:
                 report.bad.append(f"{where}: {reason}")
-    if report.bad and bad_rows == "fatal":
-        raise ValueError(
-            f"{len(report.bad)} of {report.rows} rows are bad (bad_rows='skip' would leave them out):\n  "
-            + "\n  ".join(report.bad[:_SHOWN] + ["…"] * (len(report.bad) > _SHOWN))
-        )
+    first = "\n  ".join(["", *report.bad[:_SHOWN], *["…"] * (len(report.bad) > _SHOWN)])
     if not merged:
-        first = "\n  ".join(["", *report.bad[:_SHOWN]])
         raise ValueError(f"no usable problem in {sources}: {report.rows} rows read, {len(report.bad)} bad{first}")
+    if report.bad and bad_rows == "fatal":
+        skip = "--config.task.bad_rows=skip leaves them out, in rpg_jax.data --bad_rows=skip"
+        raise ValueError(f"{len(report.bad)} of {report.rows} rows are bad ({skip}):{first}")
     return list(merged.values()), report
 
 

@@ -164,8 +164,9 @@ def test_broken_files_are_named(tmp_path):
         load(str(tmp_path / "empty.jsonl"))
     with pytest.raises(ValueError, match="no rows"):
         load(parquet(tmp_path / "rows.parquet", []))
-    with pytest.raises(ValueError, match="no usable problem.*1 rows read, 1 bad"):
-        load(jsonl(tmp_path / "b.jsonl", ["{}"]), bad_rows="skip")
+    for bad_rows in ("skip", "fatal"):  # no advice to skip them where all are bad
+        with pytest.raises(ValueError, match="no usable problem.*1 rows read, 1 bad(.|\n)*Rename .* to 'question'"):
+            load(jsonl(tmp_path / "b.jsonl", ['{"query": "x"}']), bad_rows=bad_rows)
 
 
 def test_an_unknown_source_says_what_is_known(tmp_path):
