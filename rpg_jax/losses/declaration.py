@@ -115,10 +115,10 @@ def check(loss: str, declarations: Mapping[str, Any], given: Mapping[str, Any]) 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> ValueError:
     """The error for a name that a table lacks. Its message lists the known names and suggests the closest one."""
-    known = list(known)
-    close = difflib.get_close_matches(str(name), known, n=1)
-    guess = f" Did you mean {close[0]!r}?" if close else ""
-    return ValueError(f"unknown {what} {name!r}.{guess} Known: {', '.join(known)}")
+    spelled = {one.lower(): one for one in known}
+    close = difflib.get_close_matches(str(name).lower(), spelled, n=1)
+    guess = f" Did you mean {spelled[close[0]]!r}?" if close else ""
+    return ValueError(f"unknown {what} {name!r}.{guess} Known: {', '.join(spelled.values())}")
 
 
 def lookup(table: Mapping[str, Row], what: str, name: str) -> Row:

@@ -26,7 +26,8 @@ def read_config(folder: Path | str) -> DecoderConfig:
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise ValueError(f"{folder} is not a Hugging Face model folder: it has no config.json")
+        why = "it has no config.json" if path.parent.is_dir() else "there is no such folder"
+        raise ValueError(f"{folder} is not a Hugging Face model folder: {why}")
     fields = read_object(path)
     if {"rollout", "train"} <= fields.keys():
         raise ValueError(

@@ -348,6 +348,8 @@ def test_a_row_is_a_loss_that_can_be_computed(name, batch):
 def test_an_unknown_method_names_the_known_ones_and_the_closest():
     with pytest.raises(ValueError, match="Did you mean 'RPG-REINFORCE-URKL'.*GRPO, GRPO-DeepSeekMath, DAPO"):
         get_method("RPG-REINFORCE-URLK")
+    with pytest.raises(ValueError, match="Did you mean 'RPG-URKL'"):
+        get_method("rpg-urkl")  # as the folders of runs have it
 
 
 def test_the_eight_rpg_rows_are_ppos_clip_with_group_means_to_two_in_ten_thousand(x64):
