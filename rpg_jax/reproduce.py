@@ -71,10 +71,11 @@ def table_and_options(
         methods = [method.strip() for method in options.methods.split(",")] if options.methods else []
         if options.with_data:
             raise ValueError("--with-data is for tables: a sweep has its own values")
-        name, table = sweeps.sweep_table(options.config or SMALL_CONFIG, methods, options.sweep or [])
+        config = SMALL_CONFIG if options.config is None else options.config
+        name, table = sweeps.sweep_table(config, methods, options.sweep or [])
     else:
         name, table = options.table, TABLES[options.table]
-        if options.config:
+        if options.config is not None:
             raise ValueError(f"--config is for sweeps; --table={name} has {table.config}")
         rows = table.named(options.methods) if options.methods else None
         table = table.only(rows or (run_tables.quick_rows(table) if options.quick else list(table.rows)))

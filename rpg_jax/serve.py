@@ -67,7 +67,7 @@ def serve(options: argparse.Namespace) -> int:
         options.config, options.overrides = "base", [f"--config.model.path={options.model}", *options.overrides]
     elif options.model is not None:
         raise ValueError("--model takes no --config: leave --model out, and add --config.model.path=MODEL")
-    loaded = cli.load_config(options) if options.run is None or options.config else None
+    loaded = cli.load_config(options) if options.run is None or options.config is not None else None
     if (options.run is None) == (loaded is None):
         raise ValueError("which policy? Give one of --run=runs/NAME, --model=NAME and --config=FILE")
     if options.run is not None and options.overrides:

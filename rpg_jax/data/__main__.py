@@ -53,7 +53,7 @@ def inspect(options: argparse.Namespace, console: Console) -> None:
     Raises ValueError if there are no sources, and where `load` and `experiment.data_settings` raise it.
     """
     seen = None
-    if options.config:
+    if options.config is not None:
         from rpg_jax.runs import experiment  # loads JAX: inspecting without a config need not wait for it
 
         seen = experiment.data_settings(options.config, options.overrides)

@@ -88,7 +88,9 @@ def find(name: str) -> Path:
     for path in (Path(name), FOLDER.parent / name, FOLDER / name, FOLDER / f"{name}.py"):
         if path.is_file():
             return path
-    raise ValueError(f"no config file {name!r}; there are {', '.join(shipped())}")
+    close = difflib.get_close_matches(f"configs/{Path(name).stem}.py", shipped(), n=1, cutoff=0.9)
+    nearest = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(shipped())}"
+    raise ValueError(f"no config file {name!r}{nearest}")
 
 
 def shipped() -> list[str]:

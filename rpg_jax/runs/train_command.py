@@ -34,8 +34,8 @@ def run_options(options: argparse.Namespace) -> int:
     Without a config the fields fit the model, the rows and the device. Without those too the config is tiny.
     """
     given = {name: getattr(options, name) for name in ("model", "data", "held_out", "reward")}
-    config = options.config or (None if any(given.values()) else "configs/tiny.py")
-    overrides = config_files.load(config or "base", options.overrides).overrides
+    config = "configs/tiny.py" if {options.config, *given.values()} == {None} else options.config
+    overrides = config_files.load("base" if config is None else config, options.overrides).overrides
     from rpg_jax.runs import reinforcement, train_call  # load JAX: wrong flags need not wait for it
 
     return reinforcement.start(*train_call.prepared(config, overrides, **given))

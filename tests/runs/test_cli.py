@@ -62,6 +62,8 @@ def test_an_unknown_field_is_one_line_with_a_file_and_without(capsys, file):
         (["--config.fleet.port=9000"], "fleet.port is retired since 2026-11-24: the flag --http_port of rpg_jax.serve"),
         (["--config.run=high"], "no config field 'run'; did you mean run."),
         (["--config=configs/none.py"], "no config file 'configs/none.py'; there are configs/calculator.py, "),
+        (["--config="], "no config file ''; there are configs/calculator.py, "),
+        (["--config=tinny"], "no config file 'tinny'; did you mean configs/tiny.py?"),
         (["--config=configs/small.py:tiny"], "configs/small.py: it has no variants, leave out ':tiny'"),
         (
             ["--config=configs/qwen3_4b_2k.py:small"],

@@ -235,6 +235,13 @@ def test_a_name_is_checked_before_anything_else(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("error: run.name='' cannot") and not [*tmp_path.iterdir()]
 
 
+@pytest.mark.parametrize("flag", ["--config=", "--data=", "--model="])
+def test_a_flag_without_its_value_does_not_train_the_tiny_run(flag, tmp_path, capsys):
+    """As from --config=$CONFIG in a script, where the variable is not set."""
+    assert train_command.main([flag, f"--config.run.dir={tmp_path}"]) == 2
+    assert capsys.readouterr().err.startswith("error: ") and not [*tmp_path.iterdir()]
+
+
 def test_what_is_replaced_is_moved_aside_each_time(tmp_path):
     for number in range(3):
         folder = opened(tmp_path, "r", overwrite=True)
