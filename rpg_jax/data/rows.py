@@ -231,8 +231,7 @@ def first_text(row: Row, meaning: str, keys: tuple[str, ...]) -> str:
     """The text under the first of `keys` that has a value in the row. Raises BadRow if no key has a value."""
     key = row.first(meaning, keys)
     if key is None:
-        has = sorted(map(str, row))[:12]
-        raise BadRow(f"none of {list(keys)} in it; it has {has}. Rename the column of the {meaning} to {keys[0]!r}")
+        raise BadRow(f"none of {list(keys)} in {sorted(map(str, row))[:12]}. Rename the {meaning} column {keys[0]!r}")
     return text_of(row, key)
 
 

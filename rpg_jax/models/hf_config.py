@@ -26,8 +26,7 @@ def read_config(folder: Path | str) -> DecoderConfig:
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
-        why = "it has no config.json" if path.parent.is_dir() else "there is no such folder"
-        raise ValueError(f"{folder} is not a Hugging Face model folder: {why}")
+        raise ValueError(f"{folder} is not a Hugging Face model folder: there is no {path}")
     fields = read_object(path)
     if {"rollout", "train"} <= fields.keys():
         raise ValueError(

@@ -49,13 +49,15 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
     _make_importable()
     argv = ["", f"--config={find(file)}{colon}{variant}", *overrides]
     values = flags.FlagValues()
+    sys.modules.pop("config_config", None)  # config_flags would run this file in the module of the file before
     config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
     try:
         rest = values(argv)[1:]
         config = values.config
         config.is_locked  # noqa: B018 - a file that could not be read raises here
     except _ERRORS as error:
-        raise ValueError(_explained(error, overrides)) from error
+        none = f"{file} is no config file: it has no"
+        raise ValueError(_explained(error, overrides).replace("module 'config_config' has no", none)) from error
     if rest:
         raise ValueError(f"unexpected argument {rest[0]!r}; overrides look like --config.seed=1")
     flag = values["config"]

@@ -115,3 +115,10 @@ def test_a_change_leaves_the_config_as_it_was_with_its_unset_fields_too():
     second = config_files.changed(first, {"run.name": "b"})
     assert (before.run.name, first.run.name, second.run.name) == (None, "a", "b")
     assert (before.seed, first.seed, second.seed) == (0, 1, 1)
+
+
+def test_a_file_without_a_config_is_refused_although_another_one_was_read_before(tmp_path):
+    config_files.load("tiny")
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1="}\n', encoding="utf-8")  # an expression of Python too
+    with pytest.raises(ValueError, match="rows.jsonl is no config file: it has no attribute 'get_config'"):
+        config_files.load(str(tmp_path / "rows.jsonl"))
