@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(
     r"^```python\n(.*?)^```$", (ROOT / "docs" / "library.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
 )
-LOOP, TORCH, RUN, POLICY = BLOCKS
+LOOP, TORCH, PROOF, RUN, POLICY = BLOCKS
 run = test_export.run
 
 SMALL = {
@@ -91,6 +91,12 @@ def test_the_loop_of_the_page_learns_in_another_folder(shared, tmp_path):
 def test_the_pages_comparison_with_pytorch_holds(shared, tmp_path):
     pytest.importorskip("torch", reason="needs torch")
     assert python(TORCH, tmp_path, shared) == "equal\n"
+
+
+@pytest.mark.slow  # a process of its own
+def test_the_page_proves_a_gradient_and_finds_one_that_is_wrong(shared, tmp_path):
+    leave_one_out, median = re.findall(r": (\S+) of the gradient", python(PROOF, tmp_path, shared))
+    assert float(leave_one_out) < 1e-12 and float(median) > 0.1
 
 
 @pytest.mark.slow  # a run
