@@ -192,7 +192,7 @@ def training(layout: Layout, learner: Learner) -> Iterator[tuple[str, jax.stages
     if programs.baseline is not None:
         known = dataclasses.replace(batch, advantages=None, values=None, returns=None)
         yield "baseline", programs.baseline.lower(state.weights, known)
-    if rows_per_update(c) == shape.rows:
+    if rows_per_update(c) == shape.rows and not c.rehearsal.path:
         yield "update", programs.fused.lower(state, batch)
         return
     shapes = programs.start.trace(state.weights, batch).out_info

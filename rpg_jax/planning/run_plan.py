@@ -129,9 +129,9 @@ def work_of(layout: Layout, decoding: Decoding, lengths: Lengths, on: Topology) 
     policy, reference = (parameter_count(model) for model in (layout.model, reference_layout(layout).model))
     passes = c.train.epochs if c.loss.estimator == "exact" else reference_differs(c)
     bucket = prompt_bucket(math.ceil(lengths.prompt), decoding.capacity)
-    needed: float = rows_per_update(c)
+    filled = 1.0  # rows of a completion
     if shape.packed:
-        needed *= (lengths.prompt + lengths.mean) / shape.length / efficiency.PACKING
+        filled = (lengths.prompt + lengths.mean) / shape.length / efficiency.PACKING
     rows, length = prefill_shape(c.task.max_prompt_tokens, decoding.capacity)
     dispatch = forward_flops(layout.model, rows=rows, length=length, predicted=0)
     begun = [(forward_flops(layout.model, rows=1, length=round(n), predicted=0), share) for n, share in lengths.begun]
@@ -148,7 +148,8 @@ def work_of(layout: Layout, decoding: Decoding, lengths: Lengths, on: Topology) 
         updates=c.train.updates_per_step,
         epochs=c.train.epochs,
         passes=(not is_on_policy(layout)) + passes * reference / policy,
-        micro_batches=math.ceil(needed / shape.rows),
+        micro_batches=math.ceil(rows_per_update(c) * filled / shape.rows),
+        rehearsed=math.ceil(rows_per_update(c) / c.rollout.group_size * filled / shape.rows) if c.rehearsal.path else 0,
         run=_run(layout.model, lengths, shape.length) if shape.packed else 1.0,
         evaluations=1 + math.ceil(c.train.steps / c.evaluation.every),  # before the first step, and after the last
         evaluated=(held_out_problems(c), c.evaluation.k),

@@ -43,6 +43,7 @@ class Work:
       passes: log-probability passes, of the behaviour policy and of a reference that differs from it. A pass of a
         teacher counts by the sizes of the two models.
       micro_batches: whole micro-batches of an update.
+      rehearsed: further micro-batches of an update, with kept completions (`rehearsal.path`).
       prefilled_again: the prefills of the later parts of a completion, in dispatches by their operations.
       run: share of a micro-batch's operations that are run: attention skips blocks between completions of one row.
         The counts of programs have attention over whole rows.
@@ -62,6 +63,7 @@ class Work:
     epochs: int
     passes: float
     micro_batches: int
+    rehearsed: int = 0
     prefilled_again: float = 0.0
     run: float = 1.0
     evaluations: int = 0
@@ -89,7 +91,7 @@ def phases(
     if "update" in seconds:
         update = batches * seconds["update"]
     else:
-        later = (batches - work.updates) * seconds["add"]
+        later = (work.micro_batches - 1 + work.rehearsed) * work.updates * seconds["add"]
         update = work.updates * (seconds["start"] + seconds["apply"]) + later
     found = sampled(work.prompts, work.group_size, work.lengths, work.prefilled_again)
     if work.exchanged:

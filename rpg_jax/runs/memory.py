@@ -303,7 +303,7 @@ def own_peaks(layout: Layout) -> dict[str, float]:
     inputs = rows * layers * _kept(model, c.model.remat) * width
     layer = 3 * width * parameter_count(model) / layers + 16 * rows * model.embed_dim * width
     found = {"log-probs": held + frozen + layer}
-    if shape.rows >= rows_per_update(c):
+    if shape.rows >= rows_per_update(c) and not c.rehearsal.path:
         return found | {"update": 4 * held + inputs + frozen + layer}
     accumulating = inputs + frozen + layer
     return found | {"start": 2 * held + accumulating, "add": 4 * held + accumulating, "apply": 4 * held}

@@ -152,3 +152,13 @@ def test_days_and_dollars_are_those_of_all_steps_on_all_chips():
     figures = found.as_dict()
     assert figures["days"] == pytest.approx(400 * 360 / 86_400)
     assert figures["dollars"] == pytest.approx(400 * 360 / 3600 * 64 * 4.20)
+
+
+def test_rehearsal_adds_micro_batches_to_every_update_and_no_log_prob_pass():
+    plain, more = (
+        step_time.phases(dataclasses.replace(WORK, rehearsed=rehearsed), step(160), programs(), SLICE).seconds
+        for rehearsed in (0, 2)
+    )
+    an_add = programs()["add"].expected(CHIP, efficiency.EXPECTED, WORK.run)
+    assert more["update"] - plain["update"] == pytest.approx(16 * 2 * an_add)
+    assert more["log-probs"] == plain["log-probs"]

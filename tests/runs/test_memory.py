@@ -196,3 +196,11 @@ def test_a_micro_batch_that_the_devices_cannot_share_evenly_is_refused_by_name()
     with config.unlocked():
         config.train.microbatch_size = 16
     assert packing_shape(make_layout(config, 32)).rows == 16
+
+
+def test_an_update_of_one_micro_batch_holds_sums_of_gradients_where_it_rehearses():
+    config = tiny.get_config()
+    whole = memory.own_peaks(make_layout(resolve(config), 32))
+    config.update_from_flattened_dict({"warm_start.enabled": False, "rehearsal.path": "kept", "rehearsal.coef": 0.1})
+    summed = memory.own_peaks(make_layout(resolve(config), 32))
+    assert "update" in whole and {"start", "add", "apply"} <= summed.keys() and "update" not in summed
