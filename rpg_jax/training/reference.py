@@ -262,7 +262,7 @@ class Reference:
         `read(number, like)` returns the weights of a snapshot of that run, laid out as `like`.
         """
         self.restore(state)
-        if not self._rule.is_behaviour and not self._unwritten:
+        if self._stores and not self._unwritten:
             self._write(read(self.number, self._like))
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rpg_jax.storage.checkpoints import Snapshots
-from rpg_jax.training.reference import RULES, Reference, make_rule
+from rpg_jax.training.reference import RULES, Reference, Taught, make_rule
 from rpg_jax.types import Count
 
 SHARDING = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -20,10 +20,10 @@ def weights(value):
 
 
 def make(tmp_path, rule, **changes):
-    memory = changes.pop("memory", "disk")
+    memory, teacher = changes.pop("memory", "disk"), changes.pop("teacher", None)
     rule = make_rule(rule, **(dict(every=Count(4, "updates"), kl_threshold=0.1, kl_decay=0.5) | changes))
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SHARDING), weights(0))
-    return Reference(rule, snapshots=Snapshots(tmp_path / "reference"), like=like, memory=memory)
+    return Reference(rule, snapshots=Snapshots(tmp_path / "reference"), like=like, memory=memory, teacher=teacher)
 
 
 def steps(reference, per_step, count, kls=(), first=1):
@@ -55,6 +55,15 @@ def test_fixed_rule_keeps_the_policy_before_the_first_update(tmp_path):
     np.testing.assert_array_equal(reference.params()["w"], weights(0)["w"])
     reference.commit()
     assert written(tmp_path) == [0]
+
+
+def test_a_branch_of_a_run_with_a_teacher_reads_and_writes_no_snapshot(tmp_path):
+    parent, branch = (make(tmp_path / name, "teacher", teacher=Taught(weights(9), None)) for name in ("p", "b"))
+    steps(parent, 2, 3)
+    branch.take_over(parent.commit(), lambda number, like: pytest.fail(f"the parent has no snapshot {number}"))
+    assert branch.updates == 6 and not branch.coincides()
+    np.testing.assert_array_equal(branch.params()["w"], weights(9)["w"])
+    assert written(tmp_path / "p") == written(tmp_path / "b") == []
 
 
 def test_an_offloaded_reference_waits_in_host_memory(tmp_path, monkeypatch):
