@@ -366,11 +366,13 @@ def _json_object(field: str, text: str, example: str) -> dict[str, Any]:
 def _loss_object(config: ConfigDict) -> dict[str, Any]:
     """The hyperparameters in `loss.arguments`.
 
-    Raises ValueError if the text is not JSON, or if a hyperparameter is set by its own field too.
+    Raises ValueError if the text is not JSON, or if a hyperparameter is set by its own field too. One of a shipped loss
+    that has a field is set there: the checks of this module read fields.
     """
     given = _json_object("loss.arguments", config.loss.arguments or "{}", '{"tau": 0.5}')
-    if both := [name for name in given if config.loss.get(name) is not None]:
-        raise ValueError(f"loss.arguments and loss.{both[0]} both set {both[0]}: leave one out")
+    own = ":" in (config.loss.name or "")
+    if known := [name for name in given if name in config.loss and not (own and config.loss[name] is None)]:
+        raise ValueError(f"loss.arguments sets {known[0]}, which has a field: set loss.{known[0]} alone")
     return given
 
 

@@ -82,7 +82,7 @@ def test_another_loss_of_ours_takes_from_the_row_what_both_declare():
         ({"loss.arguments": '{"tau": "1"}'}, r"tau of loss '.*tempered' must be in \(0, 1\]; got '1'"),
         ({"loss.arguments": '{"tau": [1]}'}, r"tau of loss '.*tempered' must be in \(0, 1\]; got \[1\]"),
         ({"loss.arguments": '{"tau": 2}'}, r"tau of loss '.*tempered' must be in \(0, 1\]; got 2"),
-        ({"loss.arguments": '{"kl_coef": 1}', "loss.kl_coef": 1.0}, "loss.arguments and loss.kl_coef both set kl_coef"),
+        ({"loss.arguments": '{"kl_coef": 1}', "loss.kl_coef": 1.0}, "loss.arguments sets kl_coef, which has a field"),
         ({"loss.clip": "dual"}, "unknown hyperparameter of loss '.*tempered': 'clip'"),
         ({"loss.name": "examples.own_loss:missing"}, "has no function or class 'missing' for the loss"),
         ({"loss.name": "no_such_module:f"}, "cannot import 'no_such_module' for the loss"),

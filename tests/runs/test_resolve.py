@@ -57,6 +57,14 @@ def resolved(**changes):
             {"method": "DAPO", "reference.path": "T"},
             "loss.name=ppo has no KL term, .* leave the teacher out, or take a",
         ),
+        (
+            {"loss.arguments": '{"estimator": "exact"}'},
+            "sets estimator, which has a field: set loss.estimator alone",
+        ),
+        (
+            {"loss.arguments": '{"weight": "product"}'},
+            "sets weight, which has a field: set loss.weight alone",
+        ),
         ({"loss.constant_length": 5}, "loss.constant_length is read by loss.aggregate=constant, not by"),
         ({"loss.sampler_high": 2.0}, "sampler_high bounds a sampler_correction: name one"),
     ],
