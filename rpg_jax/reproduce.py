@@ -49,7 +49,8 @@ def make(options: argparse.Namespace, extra: Sequence[str], command: str) -> int
         print("interrupted; the same command continues", file=sys.stderr)
         return 128 + signal.SIGINT
     for name, log in failed.items():
-        print(f"{name} failed: {_last_line(log)} ({log})", file=sys.stderr)
+        lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        print(f"{name} failed: {lines[-1] if lines else 'no output'} ({log})", file=sys.stderr)
     print(f"{page} in {time.perf_counter() - began:.0f} s")
     return 1 if failed else 0
 
@@ -155,11 +156,6 @@ def _parser() -> cli.Parser:
     parser.add_argument("--out", type=Path, default=Path("reproduction"), help="folder (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a look, not a result: fewer rows, seeds and steps")
     return parser
-
-
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "no output"
 
 
 if __name__ == "__main__":

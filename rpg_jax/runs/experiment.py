@@ -308,8 +308,9 @@ def input_digests(experiment: Experiment) -> dict[str, str]:
     task, name = experiment.task, experiment.config.task.name
     train, held_out = ("task.train", "task.held_out_sets") if name == "files" else ("task", "task, held out")
     found = {"model.tokenizer": experiment.tokenizer.digest(), "model.path": model_digest(experiment.layout.model)}
-    if path := weights_beside_adapters(experiment.config):
-        found["model.path (weights)"] = files_digest(models.local_folder(path))
+    m, warm = experiment.config.model, experiment.config.warm_start.enabled
+    if m.path and m.lora.rank and not warm:  # every process reads them anew: checkpoints have adapters alone
+        found["model.path (weights)"] = files_digest(models.local_folder(m.path))
     if task.train:
         found[train] = problems_digest(task.train)
     if task.demonstrated:
@@ -333,11 +334,6 @@ def code_digests(config: ConfigDict, handed: Handed = NOTHING) -> dict[str, str]
         for path, field in own_code(config).items()
         for name, digest in rewards.source_digests(path, handed.get(path)).items()
     }
-
-
-def weights_beside_adapters(config: ConfigDict) -> str | None:
-    """The address of weights that every process of a run reads anew, because only adapters are in its checkpoints."""
-    return config.model.path if config.model.lora.rank and not config.warm_start.enabled else None
 
 
 def problems_digest(problems: Iterable[data.Problem]) -> str:

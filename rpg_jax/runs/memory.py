@@ -160,8 +160,11 @@ def decoding_base(layout: Layout, decoding: Decoding) -> models.Base:
 def fitting_layout(config: ConfigDict, vocab_size: int) -> Layout:
     """The config's layout. If it does not fit these devices, a layout with one copy of the weights over all devices.
 
-    The change is printed to stderr, and stands in `layout.config`.
+    The change is printed to stderr, and stands in `layout.config`. A teacher is needed for training alone.
     """
+    if config.reference.path:
+        config = config.copy_and_resolve_references()
+        config.reference.path = None
     try:
         layout = make_layout(config, vocab_size)
         make_decoding(layout)

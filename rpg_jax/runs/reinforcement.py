@@ -243,24 +243,18 @@ def make_training_rollout(experiment: Experiment, params: Any, base: models.Base
     """
     c = experiment.config
     remote = rollout.find_driver(c.rollout.driver).remote
-    if c.model.replay_experts:
-        _check_replay(c, has_experts=experiment.layout.model.experts is not None, remote=remote)
+    unknown = {
+        "the model has no experts": experiment.layout.model.experts is None,
+        f"rollout.driver={c.rollout.driver} samples on servers, whose replies have no experts": remote,
+        f"the experts of what environment.name={c.environment.name} writes are not recorded": c.environment.name,
+    }
+    if c.model.replay_experts and (found := [reason for reason, holds in unknown.items() if holds]):
+        raise ValueError(f"model.replay_experts=True: {found[0]}; leave it False")
     if not remote:
         return make_rollout(experiment.layout, params, base)
     from rpg_jax.runs.served_trainer import make_served  # not every installation has what it needs
 
     return make_served(experiment, params, base)
-
-
-def _check_replay(c: ConfigDict, *, has_experts: bool, remote: bool) -> None:
-    """Refuses to replay experts where there are none, or where nothing records them."""
-    reasons = {
-        "the model has no experts": not has_experts,
-        f"rollout.driver={c.rollout.driver} samples on servers, whose replies have no experts": remote,
-        f"the experts of what environment.name={c.environment.name} writes are not recorded": c.environment.name,
-    }
-    if found := [reason for reason, holds in reasons.items() if holds]:
-        raise ValueError(f"model.replay_experts=True: {found[0]}; leave it False")
 
 
 def check_rows(config: ConfigDict) -> None:

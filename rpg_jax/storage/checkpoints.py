@@ -193,7 +193,8 @@ class Checkpoints:
         try:
             errors.written(self._manager.wait_until_finished, where, alone=False)
         except StorageFailure as error:
-            if error.kind is not Kind.TRANSIENT or last is None or _is_deleted(last[1]):
+            deleted = last is not None and any(x.is_deleted() for x in jax.tree.leaves(last[1]))
+            if error.kind is not Kind.TRANSIENT or last is None or deleted:
                 raise
             _say(f"{error.what}: {error.reason}; writing it again")
             self._write(*last)
@@ -320,10 +321,6 @@ def committed_steps(directory: Path | epath.Path) -> list[int]:
     """Steps of the complete checkpoints in `directory`, oldest first. A run may write there meanwhile."""
     there = directory.iterdir() if directory.exists() else ()
     return sorted(int(path.name) for path in there if path.name.isdigit() and _is_committed(path))
-
-
-def _is_deleted(state: Tree) -> bool:
-    return any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
 def _half_written(directory: epath.Path) -> list[epath.Path]:

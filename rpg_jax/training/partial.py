@@ -121,7 +121,8 @@ class PartialCollector(Collector):
             most = min(self.max_tokens, (self._parts - number + step) * self.part_tokens)
             for problem, draw, group in zip(batch.problems, batch.draws, batch.completions, strict=True):
                 fresh = Part(problem, number, draw, most)
-                going_on = [(i, one) for i, one in enumerate(group) if _goes_on(one, most)]
+                cut = [(i, one) for i, one in enumerate(group) if one.finish_reason == "length"]
+                going_on = [(i, one) for i, one in cut if len(one.tokens) < most]
                 own = [dataclasses.replace(fresh, index=i, begun=one) for i, one in going_on] if group else [fresh]
                 parts += own
                 groups += [group] * len(own)
@@ -129,7 +130,3 @@ class PartialCollector(Collector):
         for part, group, completions in zip(parts, groups, drawn, strict=True):
             first = part.index or 0
             group[first : first + len(completions)] = completions
-
-
-def _goes_on(completion: Completion, most: int) -> bool:
-    return completion.finish_reason == "length" and len(completion.tokens) < most

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -183,6 +184,17 @@ def test_a_config_that_fits_is_left_as_it_is(capsys):
     config.model.num_layers = None
     with pytest.raises(ValueError, match="which model"):
         fitting_layout(config, 32)
+
+
+def test_a_policy_decodes_without_the_teacher_of_its_run(tmp_path, monkeypatch):
+    config = tiny.get_config()
+    config.reference.path, config.rollout.slots = str(tmp_path / "gone"), None
+    own = functools.partial(make_layout, device_memory=GIB)  # slots depend on what else a device holds
+    monkeypatch.setattr(memory, "make_layout", own)
+    assert make_decoding(fitting_layout(config, 32)).slots > 8
+    assert config.reference.path, "the config that was given is changed"
+    with pytest.raises(ValueError, match="gone"):
+        make_decoding(own(config, 32))
 
 
 def test_a_micro_batch_that_the_devices_cannot_share_evenly_is_refused_by_name():
