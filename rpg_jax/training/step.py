@@ -246,6 +246,7 @@ def _jitted(recipe: _Recipe) -> Programs:
     def rehearse(frozen, weights, sums, batch, share):
         kept = _gradients(graphdef, Objective(supervised_loss), temperature, frozen, weights, batch)
         (total, weight), (nll, _) = sums.metrics["loss"], kept.metrics["loss"]
+        weight = jnp.where(weight > 0, weight, 1)  # rehearsal goes on where a mini-batch has no token to train
         scale = share * weight  # `apply` divides by the weight
         grads = jax.tree.map(lambda own, more: own + scale * more, sums.grads, kept.grads)
         joined = {**sums.metrics, "loss": (total + scale * nll, weight)}

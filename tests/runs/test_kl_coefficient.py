@@ -182,17 +182,19 @@ def test_what_is_refused_has_another_beta(level):
     assert 0.75 < share < 0.8 and 0.7 * KL_COEF < beta < 0.8 * KL_COEF
 
 
-def test_rehearsal_adds_its_share_of_the_forward_kl_whatever_the_weight_of_the_loss():
+@pytest.mark.parametrize("weight", [7.0, 0.0], ids=["", "of a mini-batch without a trained token"])
+def test_rehearsal_adds_its_share_of_the_forward_kl_whatever_the_weight_of_the_loss(weight):
     """The completions of the reference, enumerated: Σ π_ref(y) g(y) is the share times ∇KL(π_ref‖π_θ)."""
     graphdef, optimizer, where, rows, (present, _, ref) = setting()
-    loss = Objective(lambda logprobs, batch: (jnp.sum(logprobs * batch.mask), jnp.float32(7), {}))
+    loss = Objective(lambda logprobs, batch: (jnp.sum(logprobs * batch.mask) * weight, jnp.float32(weight), {}))
     how = {"temperature": 1.0, "state_sharding": where, "batch_sharding": rows}
     programs = make_programs(graphdef, optimizer, loss, **how)
     weights = create_state(jax.tree.map(jnp.copy, present), optimizer, where).weights
     one = [data.pack([group_of([i])], SHAPE, sharding=rows).batches[0] for i in range(3)]
 
     def gradient(sums):
-        return np.asarray(ravel_pytree(sums.grads[0])[0] / sums.metrics["loss"][1], np.float64)
+        divisor = max(sums.metrics["loss"][1], 1e-9)  # as `apply` has it
+        return np.asarray(ravel_pytree(sums.grads[0])[0] / divisor, np.float64)
 
     alone, share, expected = gradient(programs.start(weights, one[2])), 0.3, 0
     of_ref = np.asarray(jnp.sum(of_tokens(ref), axis=1), np.float64)
