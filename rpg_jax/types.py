@@ -6,6 +6,7 @@ positions of a row, `C` completion tokens of a row.
 
 import dataclasses
 import re
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self
 
@@ -155,6 +156,11 @@ class Completion:
         both = [(getattr(self, name), getattr(rest, name)) for name in ("tokens", "logprobs", "token_versions")]
         tokens, logprobs, versions = map(np.concatenate, both)
         return dataclasses.replace(rest, tokens=tokens, logprobs=logprobs, versions=versions)
+
+    @property
+    def digest(self) -> int:
+        """CRC-32 of the token ids, by which a file of texts tells whether a text has the tokens that were sampled."""
+        return zlib.crc32(self.tokens.astype("<i4").tobytes())
 
     @property
     def truncated(self) -> bool:

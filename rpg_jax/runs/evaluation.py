@@ -219,6 +219,7 @@ def records(name: str, groups: Sequence[Group], scorer: Scorer) -> list[Record]:
                 "verdict": "right" if right[i] else failures[i] or "wrong",
                 "reward": float(group.rewards[i]),
                 **completion_entries(completion),
+                "digest": completion.digest,
             }
             for i, completion in enumerate(group.completions)
         ]

@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 
 from rpg_jax import data, storage
-from rpg_jax.environments.player import Observations
 from rpg_jax.parallel import hosts
 from rpg_jax.runs.experiment import Experiment
 from rpg_jax.runs.layout import packing_shape
-from rpg_jax.runs.supervised import imitated, packed
+from rpg_jax.runs.supervised import packed
 from rpg_jax.storage import json_files
 from rpg_jax.training.step import Rehearsed
-from rpg_jax.types import Batch
+from rpg_jax.types import Batch, Completion
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +30,8 @@ class Rehearsal:
     """Kept prompts with one completion each, of which an update takes `count`; `coef` is λ, in nats per token.
 
     Update u takes the entries u · count … (u + 1) · count − 1 of a sequence of permutations. So a run that continues
-    sees what it would have seen.
+    sees what it would have seen. The weight of a token is λ / (count · mean length of all kept completions). With it
+    the sum over an update is unbiased. A mean over the tokens of a few completions is not.
     """
 
     examples: Sequence[data.Example]
@@ -46,16 +46,8 @@ class Rehearsal:
         passes = range(first // size, (first + self.count - 1) // size + 1)
         order = np.concatenate([np.random.default_rng([self.seed, p]).permutation(size) for p in passes])
         chosen = order[first % size : first % size + self.count]
-        return Rehearsed(self.pack([self.examples[i] for i in chosen]), self.share)
-
-    @functools.cached_property
-    def share(self) -> float:
-        """The weight of a token, λ / (count · mean length of all kept completions).
-
-        With it the sum over an update is unbiased. A mean over the tokens of a few completions is not.
-        """
         length = np.mean([len(e.completions[0].tokens) for e in self.examples])
-        return float(self.coef / (self.count * length))
+        return Rehearsed(self.pack([self.examples[i] for i in chosen]), float(self.coef / (self.count * length)))
 
 
 def open_rehearsal(e: Experiment) -> Rehearsal | None:
@@ -67,7 +59,9 @@ def open_rehearsal(e: Experiment) -> Rehearsal | None:
         raise ValueError(f"rehearsal.path={folder} has no {file.name}: give the folder that rpg_jax.evaluate wrote")
     check_settings(e, json_files.read_object(folder / "settings.json"))
     if not (examples := kept(e, data.file_rows(file))):
-        raise ValueError(f"rehearsal.path={folder}: no problem has right completions only; evaluate more problems")
+        raise ValueError(
+            f"rehearsal.path={folder}: no problem that is trained on has right completions only; evaluate more of them"
+        )
     if hosts.is_first():
         print(f"rehearsal.path={folder}: {len(examples)} completions, of problems that have right completions only")
     pack = functools.partial(packed, e, shape=packing_shape(e.layout))
@@ -85,17 +79,29 @@ def check_settings(e: Experiment, settings: Mapping[str, Any]) -> None:
 def kept(e: Experiment, rows: Sequence[Mapping[str, Any]]) -> list[data.Example]:
     """The completions of the problems that an evaluation has solved each time.
 
-    Completions that a limit has cut are left out, and those whose text has other tokens than were sampled.
+    Left out are problems that the run evaluates, prompts that it would cut, completions that a limit has cut, and
+    completions whose text has other tokens than were sampled.
     """
     c, found = e.config, []
-    observations = Observations(e.tokenizer, thinking=c.task.thinking)
+    held_out = {(problem.system, problem.prompt) for own in e.task.held_out.values() for problem in own}
     for _, group in itertools.groupby(rows, key=lambda row: (row["set"], row["prompt_id"])):
         own = [*group]
-        if any(row["verdict"] != "right" for row in own):
-            continue
         problem = data.Problem(0, own[0]["prompt"], own[0]["reference"], "", system=own[0].get("system", ""))
-        prompt = data.encode_prompt(problem, e.tokenizer, thinking=c.task.thinking, limit=c.task.max_prompt_tokens)
-        for row, completion in ((row, imitated(row["completion"], e.tokenizer, observations)) for row in own):
-            if row["finish_reason"] == "stop" and len(completion.tokens) == row["tokens"] <= c.rollout.max_tokens:
-                found.append(data.Example(prompt, [completion]))
+        prompt = data.encode_prompt(problem, e.tokenizer, thinking=c.task.thinking)
+        trained = len(prompt) <= c.task.max_prompt_tokens and (problem.system, problem.prompt) not in held_out
+        if trained and all(row["verdict"] == "right" for row in own):
+            whole = [row for row in own if row["finish_reason"] == "stop" and row["tokens"] <= c.rollout.max_tokens]
+            found += [data.Example(prompt, [one]) for row in whole for one in sampled(row, e.tokenizer)]
     return found
+
+
+def sampled(row: Mapping[str, Any], tokenizer: data.Tokenizer) -> list[Completion]:
+    """The completion of a row, with its own stop token; [] if its text has other tokens than were sampled.
+
+    Raises ValueError for a row without a digest of the tokens.
+    """
+    if "digest" not in row:
+        raise ValueError("rehearsal.path: an earlier version wrote it, without digests of the tokens; evaluate again")
+    ends = [np.array([*tokenizer.encode(row["completion"]), stop], np.int32) for stop in tokenizer.stop_token_ids]
+    completions = [Completion(tokens, np.zeros(len(tokens), np.float32), "stop", 0) for tokens in ends]
+    return [one for one in completions if one.digest == row["digest"]]

@@ -25,24 +25,49 @@ def tokenizer(tmp_path_factory):
 def experiment(tokenizer, tmp_path):
     config = tiny.get_config()
     config.rehearsal.path, config.rehearsal.coef = str(tmp_path), 0.1
-    return SimpleNamespace(config=config, tokenizer=tokenizer)
+    held_out = {"held out": [data.Problem(7, "9+9=", "18", "")]}
+    return SimpleNamespace(config=config, tokenizer=tokenizer, task=SimpleNamespace(held_out=held_out))
 
 
-def rows(*changes):
-    return [{**ROW, "prompt_id": 0, "index": i, **change} for i, change in enumerate(changes)]
+def digest(*tokens):
+    return Completion(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), "stop", 0).digest
+
+
+def rows(tokenizer, *changes):
+    sampled = digest(*tokenizer.encode("3"), tokenizer.eos_id)
+    return [{**ROW, "digest": sampled, "prompt_id": 0, "index": i, **change} for i, change in enumerate(changes)]
 
 
 def test_only_problems_that_were_solved_each_time_are_rehearsed(experiment, tokenizer):
-    given = rows({}, {}, {"prompt_id": 1}, {"prompt_id": 1, "verdict": "wrong"}, {"prompt_id": 2, "prompt": "5+5="})
-    examples = kept(experiment, given)
+    other = {"prompt_id": 2, "prompt": "5+5="}
+    examples = kept(experiment, rows(tokenizer, {}, {}, {"prompt_id": 1}, {"prompt_id": 1, "verdict": "wrong"}, other))
     assert len(examples) == 3
     assert tokenizer.decode(examples[2].prompt.tolist()) == "5+5="
     assert examples[0].completions[0].tokens.tolist() == [*tokenizer.encode("3"), tokenizer.eos_id]
 
 
-@pytest.mark.parametrize("lost", [{"finish_reason": "length"}, {"tokens": 3}], ids=["cut", "other tokens"])
-def test_a_completion_whose_tokens_are_not_those_of_its_text_is_left_out(experiment, lost):
-    assert len(kept(experiment, rows({}, lost))) == 1
+@pytest.mark.parametrize("lost", [{"finish_reason": "length"}, {"digest": digest(5, 1)}], ids=["cut", "other tokens"])
+def test_a_completion_whose_tokens_are_not_those_of_its_text_is_left_out(experiment, tokenizer, lost):
+    assert len(kept(experiment, rows(tokenizer, {}, lost))) == 1
+
+
+@pytest.mark.parametrize("prompt", ["9+9=", "1+2+3+4+5="], ids=["held out", "longer than the run's prompts"])
+def test_a_prompt_that_the_run_evaluates_or_would_cut_is_left_out(experiment, tokenizer, prompt):
+    assert len(kept(experiment, rows(tokenizer, {}, {"prompt_id": 1, "prompt": prompt}))) == 1
+
+
+def test_a_completion_keeps_the_stop_token_that_was_sampled(experiment, tokenizer, monkeypatch):
+    """Chat models have two, and the text shows neither."""
+    monkeypatch.setattr(tokenizer, "stop_token_ids", (tokenizer.eos_id, tokenizer.pad_id))
+    [example] = kept(experiment, rows(tokenizer, {"digest": digest(*tokenizer.encode("3"), tokenizer.pad_id)}))
+    assert example.completions[0].tokens.tolist() == [*tokenizer.encode("3"), tokenizer.pad_id]
+
+
+def test_an_evaluation_of_an_earlier_version_is_refused(experiment, tokenizer):
+    [row] = rows(tokenizer, {})
+    del row["digest"]
+    with pytest.raises(ValueError, match="without digests of the tokens; evaluate again"):
+        kept(experiment, [row])
 
 
 def test_a_pass_takes_each_completion_once_and_an_update_depends_on_its_number_alone():
@@ -72,9 +97,9 @@ def test_an_evaluation_without_a_solved_problem_is_refused(experiment, tmp_path)
     settings = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "thinking": False}
     settings["tokenizer"] = experiment.tokenizer.digest()[:16]
     (tmp_path / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
-    wrong = rows({"verdict": "wrong"})
+    wrong = rows(experiment.tokenizer, {"verdict": "wrong"})
     (tmp_path / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in wrong), encoding="utf-8")
-    with pytest.raises(ValueError, match="no problem has right completions only"):
+    with pytest.raises(ValueError, match="no problem that is trained on has right completions only"):
         open_rehearsal(experiment)
 
 
