@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import difflib
 import hashlib
 import importlib.metadata
 import json
@@ -255,8 +256,9 @@ def read_config(path: Path) -> ConfigDict:
     file = path / "config.json"
     if not file.exists():
         beside = path.parent.glob("*/versions.json") if path.parent.is_dir() else ()  # a model has none
-        runs = sorted(str(p.parent) for p in beside if p.with_name("config.json").exists())
-        raise ValueError(f"{path} is not a run folder (it has no config.json); there are: {', '.join(runs) or 'none'}")
+        runs = [str(p.parent) for p in beside if p.with_name("config.json").exists()]
+        near = ", ".join(difflib.get_close_matches(str(path), runs, n=5, cutoff=0)) or "none"
+        raise ValueError(f"{path} is not a run folder (it has no config.json); the nearest runs beside it: {near}")
     known = renewed(flat(read_if_there(file)))
     if "model_type" in known:
         raise ValueError(f"{path} is a model and no run: evaluate takes it as --folder, sample and serve as --model")

@@ -172,12 +172,15 @@ def test_a_process_that_changes_its_folder_still_finds_its_compiled_programs(tmp
 
 
 def test_a_folder_that_is_no_run_lists_those_that_are(tmp_path):
-    for folder, files in {"run": ("config.json", "versions.json"), "model": ("config.json",)}.items():
+    run = ("config.json", "versions.json")
+    for folder, files in {"missed": run, "model": ("config.json",), **{f"{n:09}": run for n in range(5)}}.items():
         (tmp_path / folder).mkdir()
         for name in files:
             (tmp_path / folder / name).write_text("{}", encoding="utf-8")
-    with pytest.raises(ValueError, match=f"no config.json.* there are: {tmp_path / 'run'}$"):
+    with pytest.raises(ValueError, match="no config.json.*; the nearest runs beside it: ") as caught:
         run_folder.read_config(tmp_path / "missing")
+    near = str(caught.value).rpartition(": ")[2].split(", ")
+    assert near[0] == str(tmp_path / "missed") and len(near) == 5 and str(tmp_path / "model") not in near
 
 
 def test_a_model_in_place_of_a_run_is_said_to_be_one(tmp_path):

@@ -17,8 +17,8 @@ URLS = {"servers.urls": "http://127.0.0.1:1"}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, "needs different addresses in servers.urls, got ''"),
-        ({"servers.urls": "http://h:1, http://h:1"}, "needs different addresses in servers.urls"),
+        ({}, "servers.urls='': give http://HOST:PORT of each server once"),
+        ({"servers.urls": "http://h:1, http://h:1"}, "give http://HOST:PORT of each server once"),
         ({"servers.urls": "h:1"}, "the server's address 'h:1' is not of the form http://HOST:PORT"),
         (URLS, "needs servers.weights, a folder that the servers see too"),
         (URLS | {"servers.weights": "gs://b/w"}, "'gs://b/w' is no local folder"),

@@ -261,7 +261,7 @@ def source(text: str, check: Callable[[str], str]) -> list[str] | Look:
         return _resolver(text, "https" if scheme == "dns+https" else "http", place, check)
     urls = [check(url.strip()) for url in text.split(",") if url.strip()]
     if not urls or len(set(urls)) < len(urls):
-        raise ValueError(f"rollout.driver=servers needs different addresses in servers.urls, got {text!r}")
+        raise ValueError(f"servers.urls={text!r}: give http://HOST:PORT of each server once, with commas between")
     return urls
 
 
