@@ -2,7 +2,8 @@
 
 So no step waits for its longest completion. A completion of at most M tokens has K = ceil(M / S) parts. The groups that
 step s trains begin in step s - K + 1, and each step until s draws one part of them. The first step of a run draws all
-parts of its own groups, and the first parts of the groups of the K - 1 steps after it.
+parts of its own groups, and the first parts of the groups of the K - 1 steps after it. Nothing begins for steps beyond
+the last one, so a run that is made longer later differs from a run that was long from the start.
 
 Nothing that is drawn decides which step trains a group. Other systems train the groups that are complete first, and so
 favour short completions.
