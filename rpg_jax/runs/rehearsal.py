@@ -59,9 +59,7 @@ def open_rehearsal(e: Experiment) -> Rehearsal | None:
         raise ValueError(f"rehearsal.path={folder} has no {file.name}: give the folder that rpg_jax.evaluate wrote")
     check_settings(e, json_files.read_object(folder / "settings.json"))
     if not (examples := kept(e, data.file_rows(file))):
-        raise ValueError(
-            f"rehearsal.path={folder}: no problem that is trained on has right completions only; evaluate more of them"
-        )
+        raise ValueError(f"rehearsal.path={folder}: no training problem has right completions only; evaluate more")
     if hosts.is_first():
         print(f"rehearsal.path={folder}: {len(examples)} completions, of problems that have right completions only")
     pack = functools.partial(packed, e, shape=packing_shape(e.layout))

@@ -99,7 +99,7 @@ def test_an_evaluation_without_a_solved_problem_is_refused(experiment, tmp_path)
     (tmp_path / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     wrong = rows(experiment.tokenizer, {"verdict": "wrong"})
     (tmp_path / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in wrong), encoding="utf-8")
-    with pytest.raises(ValueError, match="no problem that is trained on has right completions only"):
+    with pytest.raises(ValueError, match="no training problem has right completions only"):
         open_rehearsal(experiment)
 
 
