@@ -124,7 +124,7 @@ def check_call(function: Callable[..., Any], path: str, arguments: Sequence[str]
 
     A reward need not take the prompt: a function of two arguments, or whose third one is an option of its own with a
     default, is called with completion and answer alone. Raises ValueError if the function takes other arguments, or
-    calls something else its `completion` or its `prompt`.
+    calls something else its `completion` or `prompt`, or expects lists: `completions`, as TRL's rewards do.
     """
     try:
         signature = inspect.signature(function)
@@ -140,7 +140,7 @@ def check_call(function: Callable[..., Any], path: str, arguments: Sequence[str]
         asked = arguments
     try:
         for own, gets in zip(signature.bind(*asked, **options).arguments, asked, strict=False):
-            if own != gets and own in ("completion", "prompt"):
+            if own != gets and own.removesuffix("s") in ("completion", "prompt"):
                 raise TypeError(f"its {own!r} would be the {gets}")
         return len(asked)
     except TypeError as error:

@@ -120,6 +120,8 @@ def test_what_cannot_be_named_or_called_is_refused_before_anything_runs():
         rewards.named(lambda completion: 1.0)
     with pytest.raises(ValueError, match=r"swapped\(prompt, completion, gold\): its 'prompt' would be the completion"):
         rewards.named(swapped)
+    with pytest.raises(ValueError, match="its 'completions' would be the completion"):
+        rewards.named(lambda completions, answer, **columns: [1.0])  # a list, as TRL hands it over
     with pytest.raises(ValueError, match="a reward is a function or the name of a part, got int"):
         rewards.named({3: 1.0})
 
