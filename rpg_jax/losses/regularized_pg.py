@@ -178,8 +178,9 @@ def rpg_completions(
       divergence, estimator, clip, kl_coef, clip_low, clip_high, clip_dual: as in `rpg_tokens`.
 
     Raises:
-      ValueError: `product` with a clip, `behaviour` or `group_ids` with `to_go`, or `exact` with `sequence`, whose
-        return has the sample's own log-ratio: a sum over the vocabulary in its place has noise at the optimum too.
+      ValueError: `product` with a clip, `behaviour` or `group_ids` with `to_go`, a hyperparameter that nothing reads,
+        or `exact` with `sequence`, whose return has the sample's own log-ratio: a sum over the vocabulary in its place
+        has noise at the optimum too.
 
     Source: ours, see `completions`.
     """
@@ -188,6 +189,10 @@ def rpg_completions(
             f"weight='product' is the exact weight of a completion, which clip={clip!r} would bound: use clip='none', "
             "or another weight"
         )
+    if level == "sequence" and (trace_decay, trace_cap) != (1, 1):
+        raise ValueError(f"trace_decay={trace_decay}, trace_cap={trace_cap} have no effect with level={level!r}: to_go")
+    if weight != "capped" and weight_cap != 2:
+        raise ValueError(f"weight_cap={weight_cap} has no effect with weight={weight!r}: use weight='capped'")
     d, bounds = DIVERGENCES[divergence], Bounds(clip_low, clip_high, clip_dual)
     options = completions.Options(kl_coef, weight, weight_cap, kl_ratio, trace_decay, trace_cap, estimator == "exact")
     if level == "to_go":
@@ -235,10 +240,10 @@ def rpg(
     chosen = rpg_completions if level != "token" else verl_form if form == "verl" else rpg_tokens
     if form == "verl" and level != "token":
         raise ValueError(f"form='verl' has tokens only: with level={level!r} use form='paper'")
-    if level == "token" and options.get("weight", "token") != "token":
-        raise ValueError(f"weight={options['weight']!r} is one of completions: use level='sequence' or 'to_go'")
-    if level == "token" and options.get("kl_ratio", "present") != "present":
-        raise ValueError(f"kl_ratio={options['kl_ratio']!r} and group_ids need level='sequence', not {level!r}")
+    for name in options.keys() - keywords(chosen):
+        if options[name] != keywords(rpg)[name].default:
+            reader = "level='sequence' or 'to_go'" if name in keywords(rpg_completions) else "form='paper'"
+            raise ValueError(f"{name}={options[name]!r} has no effect with level={level!r}, form={form!r}: {reader}")
     own = {name: value for name, value in {"level": level, **options}.items() if name in keywords(chosen)}
     check("rpg", declared(chosen), own)
     result = chosen(tokens, **own)

@@ -233,9 +233,9 @@ def test_to_go_is_exact_on_policy_and_without_a_trace_it_is_the_token_level(dive
 def test_a_completion_of_one_token_is_a_token(divergence, clip):
     options = dict(divergence=divergence, clip=clip, kl_coef=KL_COEF)
     token = each_gradient(case(1), 1, **options)
-    options |= {"weight_cap": 1e9}  # none: W under a clip
     for level, weight in itertools.product(("sequence", "to_go"), ("token", "product" if clip == "none" else "capped")):
-        got = each_gradient(case(1), 1, level=level, weight=weight, **options)
+        cap = {"weight_cap": 1e9} if weight == "capped" else {}  # none: W under a clip
+        got = each_gradient(case(1), 1, level=level, weight=weight, **cap, **options)
         np.testing.assert_allclose(got, token, **EXACT, err_msg=f"{level} {weight}")
 
 
@@ -408,7 +408,8 @@ def test_packing_padding_and_split_groups_change_nothing(level, weight):
     new, mask = logprobs(case(length)[0], length)[:12], tree(length)[2][:12].copy()
     mask[3, 1] = 0  # an observation between two actions
     ids = mask * 0 + np.arange(1, 13)[:, None] % 2 + 1
-    options = dict(level=level, weight=weight, divergence="js", kl_coef=KL_COEF, trace_decay=0.9)
+    options = dict(level=level, weight=weight, divergence="js", kl_coef=KL_COEF)
+    options |= {"trace_decay": 0.9} if level == "to_go" else {}
     options |= dict(clip="none" if weight == "product" else "truncate", aggregate="sequence_mean_token_sum")
     arrays = {"logprobs": new, "behaviour_logprobs": old, "ref_logprobs": ref, "mask": mask}
     arrays["advantages"] = np.broadcast_to(np.asarray(rewards)[:, None], mask.shape)
@@ -468,7 +469,11 @@ def test_one_completion_a_prompt_takes_the_batch_as_its_group():
     ("options", "message"),
     (
         ({"weight": "product"}, "level='sequence'"),
-        ({"kl_ratio": "behaviour"}, "need level='sequence'"),
+        ({"kl_ratio": "behaviour"}, "no effect with level='token', form='paper': level='sequence'"),
+        ({"trace_decay": 0.9}, "no effect with level='token', form='paper': level='sequence' or 'to_go'"),
+        ({"form": "verl", "trace_cap": 2.0}, "no effect with level='token', form='verl'"),
+        ({"level": "sequence", "trace_decay": 0.9}, "trace_decay=0.9, .* no effect with level='sequence': to_go"),
+        ({"level": "sequence", "weight_cap": 3.0}, "no effect with weight='token': use weight='capped'"),
         ({"kl_ratio": "behaviour", "level": "to_go"}, "need level='sequence'"),
         ({"form": "verl", "level": "sequence"}, "use form='paper'"),
         ({"clip": "dual_through"}, "needs estimator='differentiable'"),

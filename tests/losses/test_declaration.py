@@ -66,6 +66,12 @@ RANGES = {  # name: how an error writes the range, values at its edge that are t
     "sampler_high": (r"\(0, inf\], or None", [0.6, math.inf, None], [0, -1.0]),
     "constant_length": (r"\(0, inf\), or None", [1, 1e9, None], [0, math.inf]),
 }
+_SUM = {"aggregate": "sequence_mean_token_sum"}
+READ_WITH = {
+    **dict.fromkeys(("sampler_low", "sampler_high"), {"sampler_correction": "mask"}),
+    **dict.fromkeys(("trace_decay", "trace_cap"), {"level": "to_go", **_SUM}),
+    "weight_cap": {"level": "sequence", "weight": "capped", **_SUM},
+}
 OF_EVERY_LOSS = {"sampler_low", "sampler_high", "constant_length"}
 
 
@@ -92,7 +98,7 @@ def test_the_defaults_of_a_loss_are_those_of_its_source(name):
 )
 def test_a_range_ends_where_it_says_and_the_error_has_the_value(name, hyperparameter):
     text, taken, refused = RANGES[hyperparameter]
-    others = {"sampler_correction": "mask"} if hyperparameter.startswith("sampler_") else {}
+    others = READ_WITH.get(hyperparameter, {})
     for value in taken:
         evaluate(name, **others, **{hyperparameter: value})
     for value in (*refused, math.nan, "1", True):
