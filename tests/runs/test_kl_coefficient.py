@@ -93,7 +93,9 @@ def expected_gradient(config, stale):
         pack=functools.partial(data.pack, shape=SHAPE, sharding=rows),
         advantages=advantages_fn(config.loss.advantage, name, **hyperparameters),
         programs=programs,
-        reference=SimpleNamespace(is_behaviour=False, coincides=lambda: False, params=lambda: ref, programs=None),
+        reference=SimpleNamespace(
+            is_behaviour=False, coincides=lambda: False, params=lambda: ref, programs=None, scores=None
+        ),
         updates_per_step=1,
     )
     state = create_state(jax.tree.map(jnp.copy, present), optimizer, where)

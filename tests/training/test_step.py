@@ -312,7 +312,7 @@ def test_a_reference_other_than_the_policy_chooses_its_own_experts(coincides):
         return (jnp.zeros(rows.targets.shape),) * 2 + (None,)
 
     reference = SimpleNamespace(
-        is_behaviour=False, coincides=lambda: coincides, params=lambda: "reference", programs=None
+        is_behaviour=False, coincides=lambda: coincides, params=lambda: "reference", programs=None, scores=None
     )
     programs = make()[0]._replace(hidden=program, head=lambda params: None)
     algorithm = SimpleNamespace(logprobs=program, reference=reference, decoupled=False, programs=programs)
