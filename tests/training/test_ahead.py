@@ -188,7 +188,7 @@ def with_logprobs(groups, present, ref=None, *, decoupled=False):
     def logprobs(logits, _):
         return jnp.tile(along(logits), (len(trained), 1)), jnp.zeros(sampler.shape), None
 
-    anchor = {"coincides": lambda: False, "params": lambda: ref, "programs": None}
+    anchor = {"coincides": lambda: False, "params": lambda: ref, "programs": None, "scores": None}
     reference = SimpleNamespace(is_behaviour=ref is None, **anchor)
     parts = {"collector": ahead, "reference": reference, "decoupled": decoupled}
     algorithm = SimpleNamespace(logprobs=logprobs, **parts)
