@@ -190,7 +190,7 @@ def rpg_completions(
             "or another weight"
         )
     if level == "sequence" and (trace_decay, trace_cap) != (1, 1):
-        raise ValueError(f"trace_decay={trace_decay}, trace_cap={trace_cap} have no effect with level={level!r}: to_go")
+        raise ValueError(f"trace_decay={trace_decay} and trace_cap={trace_cap} have no effect: use level='to_go'")
     if weight != "capped" and weight_cap != 2:
         raise ValueError(f"weight_cap={weight_cap} has no effect with weight={weight!r}: use weight='capped'")
     d, bounds = DIVERGENCES[divergence], Bounds(clip_low, clip_high, clip_dual)
@@ -243,7 +243,8 @@ def rpg(
     for name in options.keys() - keywords(chosen):
         if options[name] != keywords(rpg)[name].default:
             reader = "level='sequence' or 'to_go'" if name in keywords(rpg_completions) else "form='paper'"
-            raise ValueError(f"{name}={options[name]!r} has no effect with level={level!r}, form={form!r}: {reader}")
+            given = f"{name}={options[name]!r} has no effect with level={level!r}, form={form!r}"
+            raise ValueError(f"{given}: use {reader}")
     own = {name: value for name, value in {"level": level, **options}.items() if name in keywords(chosen)}
     check("rpg", declared(chosen), own)
     result = chosen(tokens, **own)

@@ -80,8 +80,10 @@ def make_served_teacher(experiment: Experiment) -> ServedTeacher:
             "nothing else; choose another method and rollout.temperature=1, or give the teacher's folder"
         )
     how = {"parallel": c.parallel, "patience": c.patience_seconds}
-    teacher = ServedTeacher(Balance(source(url, client.check), client, TEACHER, **how), model=c.model)
-    tokens = np.array(tokenizer.encode(experiment.task.train[0].prompt), np.int32)
+    name = None if config.rollout.driver == "servers" else c.model  # there it is the policy's
+    teacher = ServedTeacher(Balance(source(url, client.check), client, TEACHER, **how), model=name)
+    first = experiment.task.train[0]
+    tokens = np.array(tokenizer.encode(first.prompt or first.messages[-1]["content"]), np.int32)
     with contextlib.ExitStack() as failing:
         failing.callback(teacher.close)
         for token, name in zip(tokens.tolist(), teacher.names(tokens), strict=True):

@@ -106,9 +106,8 @@ def test_servers_of_a_teacher_teach_as_the_teacher_here(teacher_of_own_size, add
     """The first steps, in which rounding has not yet chosen other tokens."""
     here = trained(tmp_path / "here", teacher_of_own_size, 2, shared, method="OPD")
     there = trained(tmp_path / "there", address, 2, shared, method="OPD")
-    for name in ("loss", "kl", "grad_norm", "kl_exact"):
-        if name in here[0]:
-            np.testing.assert_allclose([s[name] for s in there], [s[name] for s in here], rtol=2e-4, atol=1e-6)
+    for name in ("loss", "kl", "grad_norm"):
+        np.testing.assert_allclose([s[name] for s in there], [s[name] for s in here], rtol=2e-4, atol=1e-6)
     assert here[0]["kl"] > 0.5
 
 

@@ -469,10 +469,10 @@ def test_one_completion_a_prompt_takes_the_batch_as_its_group():
     ("options", "message"),
     (
         ({"weight": "product"}, "level='sequence'"),
-        ({"kl_ratio": "behaviour"}, "no effect with level='token', form='paper': level='sequence'"),
-        ({"trace_decay": 0.9}, "no effect with level='token', form='paper': level='sequence' or 'to_go'"),
+        ({"kl_ratio": "behaviour"}, "no effect with level='token', form='paper': use level='sequence'"),
+        ({"trace_decay": 0.9}, "no effect with level='token', form='paper': use level='sequence' or 'to_go'"),
         ({"form": "verl", "trace_cap": 2.0}, "no effect with level='token', form='verl'"),
-        ({"level": "sequence", "trace_decay": 0.9}, "trace_decay=0.9, .* no effect with level='sequence': to_go"),
+        ({"level": "sequence", "trace_decay": 0.9}, "trace_decay=0.9 .* no effect: use level='to_go'"),
         ({"level": "sequence", "weight_cap": 3.0}, "no effect with weight='token': use weight='capped'"),
         ({"kl_ratio": "behaviour", "level": "to_go"}, "need level='sequence'"),
         ({"form": "verl", "level": "sequence"}, "use form='paper'"),

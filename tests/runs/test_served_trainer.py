@@ -57,13 +57,14 @@ class Letters:
         return "".join(chr(token + ord("a")) for token in tokens)
 
 
-def taught(**changes):
-    """What `make_served_teacher` reads of an experiment whose first prompt is "bad"."""
+BAD = SimpleNamespace(prompt="bad")
+
+
+def taught(first=BAD, **changes):
+    """What `make_served_teacher` reads of an experiment whose first problem is `first`."""
     config = tiny.get_config()
     config.update_from_flattened_dict({"method": "OPD", "reference.path": "http://127.0.0.1:1", **changes})
-    return SimpleNamespace(
-        config=resolve(config), tokenizer=Letters(), task=SimpleNamespace(train=[SimpleNamespace(prompt="bad")])
-    )
+    return SimpleNamespace(config=resolve(config), tokenizer=Letters(), task=SimpleNamespace(train=[first]))
 
 
 @pytest.mark.parametrize("changes", [{"method": "OPD-EXACT"}, {"rollout.temperature": 0.7}])
@@ -97,3 +98,21 @@ def test_a_teacher_on_servers_has_the_policys_tokenizer_or_is_refused(names, mes
             closing.enter_context(pytest.raises(ValueError, match=message))
         make_served_teacher(experiment).close()
         assert asked == [[1, 0, 3]]
+
+
+@pytest.mark.parametrize(("driver", "named"), [("orchestrator", {"model": "t"}), ("servers", {})])
+def test_a_teacher_is_asked_about_a_conversation_too_and_by_its_own_name_alone(driver, named):
+    asked = []
+
+    def answer(path, body):
+        if body is not None:
+            asked.append(body)
+            return 200, {"choices": [{"logprobs": {"tokens": ["a", "d"], "token_logprobs": [None, -1.0]}}]}
+
+    server = StandIn(answer)
+    talk = SimpleNamespace(prompt="", messages=({"role": "user", "content": "ad"},))
+    changes = {"reference.path": server.url, "rollout.driver": driver, "servers.model": "t"}
+    make_served_teacher(taught(talk, **changes)).close()
+    server.end()
+    assert [body["prompt"] for body in asked] == [[0, 3]]
+    assert {"model": asked[0]["model"]} == named if named else "model" not in asked[0]
