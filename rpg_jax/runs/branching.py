@@ -110,6 +110,9 @@ class Parent:
         if now == then:
             collector.restore(self.record)
         else:
+            drawn = {**self.record, **(self.record["ahead"] or {})}
+            if any(drawn.get(name) for name in ("pending", "partial", "batches", "carried")):
+                anew.append("the completions that no step had trained yet, because fields differ")
             try:
                 collector.move_to(self.record["stream"])
             except ValueError:

@@ -81,7 +81,7 @@ def make_served_teacher(experiment: Experiment) -> ServedTeacher:
         )
     how = {"parallel": c.parallel, "patience": c.patience_seconds}
     name = None if config.rollout.driver == "servers" else c.model  # there it is the policy's
-    teacher = ServedTeacher(Balance(source(url, client.check), client, TEACHER, **how), model=name)
+    teacher = ServedTeacher(Balance(source(url, client.check, "reference.path"), client, TEACHER, **how), model=name)
     first = experiment.task.train[0]
     tokens = np.array(tokenizer.encode(first.prompt or first.messages[-1]["content"]), np.int32)
     with contextlib.ExitStack() as failing:

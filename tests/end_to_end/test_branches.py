@@ -84,6 +84,18 @@ def test_what_a_branch_begins_anew_is_said(parent, tmp_path, capsys):
     assert abs(drift[0]) < 1e-4 < abs(drift[1]), "measured from the policy with which the branch begins"
 
 
+@pytest.mark.parametrize(
+    "drawn", [{"rollout.max_staleness": 1, "rollout.devices": 4}, {"rollout.partial_tokens": 2}], ids=["ahead", "parts"]
+)
+def test_a_branch_of_another_config_says_that_completions_drawn_before_are_left_out(tmp_path, capsys, drawn):
+    parent = trained(tmp_path, "p", **drawn, **{"train.steps": 2})
+    branch = {"run.start_from": f"{parent.folder}@1", "train.steps": 2}
+    trained(tmp_path, "equal", **drawn, **branch)
+    assert "anew" not in capsys.readouterr().out
+    trained(tmp_path, "other", **drawn, **branch, **{"optimizer.learning_rate": 1e-5})
+    assert "; anew: the completions that no step had trained yet, because fields differ\n" in capsys.readouterr().out
+
+
 @pytest.mark.slow  # three runs with a compiled adapter each
 def test_a_branch_of_adapters_keeps_the_frozen_weights_of_its_parent(tmp_path):
     adapters = {"model.lora.rank": 2, "optimizer.learning_rate": 3e-3}

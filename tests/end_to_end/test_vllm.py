@@ -214,6 +214,23 @@ def test_in_bfloat16_a_run_trains_on_completions_whose_gap_is_that_of_rounding(s
     assert 1e-5 < max(gaps(tmp_path / "r")) < 0.02  # 8 bits of a logit of about 4, and rounding in 2 layers
 
 
+def test_a_teacher_on_vllm_teaches_as_the_teacher_in_the_trainers_process(servers, qwen_like, tmp_path):
+    server, folders = servers["untied"], {name: tmp_path / name for name in ("student", "teacher")}
+    weights(folders["student"], 5, qwen_like, tie_embeddings=False)
+    weights(folders["teacher"], 7, qwen_like, tie_embeddings=False, scale=3)
+    server.load(folders["teacher"])
+    common = [*SETTINGS, f"--config.model.path={folders['student']}", "--config.method=OPD", "--config.train.steps=2"]
+    found = {}
+    for name, teacher in (("here", folders["teacher"]), ("there", server.url)):
+        flags = [f"--config.reference.path={teacher}", "--config.servers.model=policy", f"--config.run.name={name}"]
+        run(tmp_path, 1, *common, *flags, devices=1)
+        found[name] = [record for record in records(tmp_path / name) if record["step"]]
+    assert found["here"][0]["kl"] > 0.5, "nats a token: the teacher is another policy"
+    for name in ("loss", "kl", "grad_norm"):  # float32, by two engines
+        there, here = ([step[name] for step in found[where]] for where in ("there", "here"))
+        assert there == pytest.approx(here, rel=1e-3), name
+
+
 def test_health_is_of_the_engine(servers):
     server = servers["tied"]
     engine = server.engine()

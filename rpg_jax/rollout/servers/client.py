@@ -237,8 +237,8 @@ Look = Callable[[], Awaitable[list[str]]]
 """Looks for the servers' addresses. Raises OSError or ValueError if they cannot be found now."""
 
 
-def source(text: str, check: Callable[[str], str]) -> list[str] | Look:
-    """The addresses that `servers.urls` lists, or a function that looks for them.
+def source(text: str, check: Callable[[str], str], field: str = "servers.urls") -> list[str] | Look:
+    """The addresses that a config field lists, or a function that looks for them.
 
     | text | addresses |
     |---|---|
@@ -261,7 +261,7 @@ def source(text: str, check: Callable[[str], str]) -> list[str] | Look:
         return _resolver(text, "https" if scheme == "dns+https" else "http", place, check)
     urls = [check(url.strip()) for url in text.split(",") if url.strip()]
     if not urls or len(set(urls)) < len(urls):
-        raise ValueError(f"servers.urls={text!r}: give http://HOST:PORT of each server once, with commas between")
+        raise ValueError(f"{field}={text!r}: give http://HOST:PORT of each server once, with commas between")
     return urls
 
 
