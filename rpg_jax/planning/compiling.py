@@ -1,4 +1,4 @@
-"""The programs of a run: the operations of their mathematics, lowering on shapes alone, and compilation.
+"""The programs of a run: counts their operations by arithmetic, lowers them on shapes alone, and compiles them.
 
 The devices need not be there, and no array is made.
 """

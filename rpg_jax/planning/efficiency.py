@@ -1,7 +1,6 @@
 """The shares of a chip's peaks that a run is expected to reach. No value is measured: this code has not run on a TPU.
 
-Each stands beside the public figures that it was set by. `docs/plan.md` compares what follows from them with reported
-runs.
+The public figures behind a value stand beside it. `docs/plan.md` compares plans at these rates with reported runs.
 """
 
 import math

@@ -117,7 +117,7 @@ HELD_OUT = {"aime-2024": 30, "aime25": 30, "amc-23": 40, "minerva": 272, "olympi
 
 
 def held_out_problems(config: ConfigDict) -> int:
-    """Problems of an evaluation; of a set that is not in `HELD_OUT`, as many as `evaluation.problems` allows."""
+    """The problems of all held-out sets. A set whose size is unknown counts as `evaluation.problems`, the limit."""
     sources = [entry.partition("=")[2] for entry in listed(config.task.held_out_sets or "held out")]
     most = config.evaluation.problems
     return sum(min(most, HELD_OUT.get(source, most)) for source in sources)
@@ -129,7 +129,7 @@ def work_of(layout: Layout, decoding: Decoding, lengths: Lengths, on: Topology) 
     policy, reference = (parameter_count(model) for model in (layout.model, reference_layout(layout).model))
     passes = c.train.epochs if c.loss.estimator == "exact" else reference_differs(c)
     bucket = prompt_bucket(math.ceil(lengths.prompt), decoding.capacity)
-    filled = 1.0  # rows of a completion
+    filled = 1.0  # the rows that a completion fills
     if shape.packed:
         filled = (lengths.prompt + lengths.mean) / shape.length / efficiency.PACKING
     rows, length = prefill_shape(c.task.max_prompt_tokens, decoding.capacity)

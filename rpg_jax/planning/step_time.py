@@ -44,7 +44,7 @@ class Work:
         teacher counts by the sizes of the two models.
       micro_batches: whole micro-batches of an update.
       rehearsed: further micro-batches of an update, with kept completions (`rehearsal.path`).
-      prefilled_again: the prefills of the later parts of a completion, in dispatches by their operations.
+      prefilled_again: operations of the prefills of a completion's later parts, in units of a prefill dispatch.
       run: share of a micro-batch's operations that are run: attention skips blocks between completions of one row.
         The counts of programs have attention over whole rows.
       evaluations: evaluations of the run.
@@ -232,9 +232,9 @@ class Lengths:
 
     @property
     def begun(self) -> list[tuple[float, float]]:
-        """(tokens, share of the completions) of each later part: the tokens that its prefill reads.
+        """(tokens that its prefill reads, share of the completions that reach it) of each later part of completions.
 
-        The share that is longer than n tokens is that of a normal distribution with this mean and spread.
+        Lengths are taken as normally distributed, with this mean and spread.
         """
         if self.part >= self.limit:
             return []
@@ -246,10 +246,9 @@ class Lengths:
 def decode_steps(completions: float, lengths: Lengths, slots: float) -> float:
     """Decode steps of `completions` a step of the run in `slots`, where a free slot is refilled at once.
 
-    A completion is one part, or has later parts as `lengths.begun` says. With parts of m tokens in the mean, slots free
-    themselves at a rate of slots / m a step, and the last part starts when parts - slots have ended. It may be the
-    longest: m (parts - slots) / slots + longest. For one to two parts a slot this is up to a fifth low, because parts
-    are of like length and end together.
+    A completion is one part, or has later parts as `lengths.begun` says. With parts of m tokens in the mean, slots /
+    m parts end at a step. So the last part starts at step m (parts - slots) / slots, and takes at most `longest` steps.
+    For one to two parts a slot the sum is up to a fifth low, because parts of like length end together.
     """
     parts = completions * (1 + sum(share for _, share in lengths.begun))
     return completions * lengths.mean / parts * max(0.0, parts - slots) / slots + lengths.longest

@@ -32,7 +32,7 @@ def results(configs: Sequence[Config]) -> Markup:
 def results_table(
     configs: Sequence[Config], rows: Sequence[Row], ks: Mapping[str, int | None], budget: Budget
 ) -> Markup:
-    """The results of each config within a budget. `ks`: the completions of a problem."""
+    """The results of each config within a budget. `ks`: the completions of a problem in each set."""
     if not (sets := [name for name in ks if any((name, "last") in row.scores for row in rows)]):
         return Markup('<p class="muted">No evaluation yet.</p>')
     costs = [axis for axis in COSTS if all(axis in row.spent for row in rows)]
@@ -74,7 +74,7 @@ def _filled(macro: str, *values: Any) -> Markup:
 
 @functools.cache
 def templates() -> jinja2.Environment:
-    """The templates in `web/`. They write every text of theirs in ASCII, with references to special characters."""
+    """The templates in `web/`. They write values in ASCII: a special character becomes a reference, as &#960;."""
 
     def escaped(value: object) -> Markup:
         if isinstance(value, Markup):

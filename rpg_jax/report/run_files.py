@@ -141,7 +141,7 @@ class Run:
       name: the name of its folder.
       seed: the seed of the run; None if the run has not written its config.
       config: the resolved config, keyed by dotted names.
-      records: one record for each step, in order. The record of step 0 has evaluations alone.
+      records: one record for each step, in order. The record of step 0 has only evaluations.
       folder: None if the run was read from kept numbers.
       row: the row of a table that the run belongs to; "" outside of tables.
       versions: commit, packages, Python and devices; {} if the run ended before it wrote them.

@@ -233,7 +233,7 @@ def metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def without_verdict(name: str, records: Sequence[Mapping[str, Any]]) -> str:
-    """A line that counts the completions of the set `name` without a verdict; "" if all completions have a verdict."""
+    """A line that counts the records of the set `name` without a verdict; "" if every record has a verdict."""
     kinds = Counter(r["verdict"] for r in records if r["verdict"] in CHANCE)
     counted = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     said = (

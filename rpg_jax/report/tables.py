@@ -46,7 +46,7 @@ def configs_of(runs: Sequence[Run]) -> list[Config]:
 
 
 def is_aside(field: str) -> bool:
-    """Whether runs of one config may differ in a field. The parent of a branch is in its config."""
+    """Whether runs of one config may differ in a field. They may not differ in their parent."""
     return field.startswith(_ASIDE) and field != "run.start_from"
 
 

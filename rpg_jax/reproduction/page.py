@@ -26,9 +26,9 @@ HEADS = {"last": "Last", "best": "Best", "pass": "pass@k"}
 
 
 def write_page(results: Results, folder: Path) -> Path:
-    """Writes `<name>.md` and the figures `<name>*.png` into `folder`; returns the page.
+    """Writes the page of a table, NAME.md, and its figures NAME*.png into `folder`; returns the path of the page.
 
-    The page depends on the results alone.
+    NAME is `results.name`. Equal results give equal pages.
 
     Raises:
       ValueError: no run has a score yet.

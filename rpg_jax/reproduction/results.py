@@ -1,7 +1,7 @@
 """The results of a table: its rows as they were run, and its runs. One compact file keeps the results of a table.
 
-Rows are compared from one warm start, and another machine's warm start may decide more than any row. Kept runs that
-started from other weights than the new runs are refused.
+Rows are compared from one warm start: the warm start of another machine may change scores more than any row does.
+Kept runs that started from other weights than the new runs are refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COSTS = ("groups_generated", "updates", "seconds", "time/compiling")
 COLUMNS = (*(panel.key for panel in TABLE_PANELS), "kl_k1", *_CRITIC, *_COSTS)  # and all of eval/
 SCAN_COLUMNS = ("accuracy", "seconds")  # of runs that choose learning rates; without eval/
 SCORE = re.compile("eval/.*/")  # the beginning of a score of one set
-DIGITS = 4  # significant, of every number that is kept
+DIGITS = 4  # significant digits of every number that is kept
 _RENAMED = {"behaviour_kl_k1": ("behaviour_forward_kl_k1", -1)}  # metrics of older runs: name and factor of today
 _PLACES = ("run.", "distributed.", "log.", "profile.", "warm_start.dir")  # they change no number of a run
 _MADE_WITH = ("commit", "uncommitted_changes", "python", "packages", "platform", "devices")

@@ -63,8 +63,8 @@ def make_table(name: str, table: Table, options: TableOptions) -> tuple[Path, di
     """Runs a table; returns its page and the logs of the runs that failed.
 
     Raises:
-      ValueError: a run would be refused, a seed is both reported and chosen with, the runs of `options.kept` do not go
-        with the others, or no run has a score.
+      ValueError: a run would be refused, a reported seed is also one of the scan, the runs of `options.kept` do not fit
+        the others, or no run has a score.
     """
     jax.config.update("jax_platforms", "cpu")  # of this process: the accelerator belongs to the runs
     check_table(table, options.extra)
@@ -100,7 +100,7 @@ def check_table(table: Table, extra: Sequence[str]) -> None:
     """Refuses a table, before anything runs, of which a run would be refused when it starts.
 
     Raises:
-      ValueError: an unknown field, a value that a field does not take, or fields that do not go together.
+      ValueError: an unknown field, a value that a field does not take, or fields that contradict each other.
         The message names the row.
     """
     known = config_files.fields()

@@ -145,7 +145,7 @@ def _method(name: str, **fields: object) -> tuple[str, ...]:
 
 _RPG, _DIFFERENTIABLE = "RPG-REINFORCE-URKL", "RPG-URKL"
 _PRETRAINED = ("GRPO", "DAPO", _DIFFERENTIABLE, _RPG, "REINFORCE++-Baseline", "RPG-SEQ-RKL", "KL-in-reward")
-# Of "pretrained": with two updates a step the second one is off-policy.
+# The fields of "pretrained". Of the two updates of a step, the second is off-policy.
 _OF_SMOLLM2: Fields = {
     "model__path": "smollm2-135m",
     "train__updates_per_step": 2,
@@ -157,22 +157,22 @@ _REASONING = (
     *("GRPO", "DAPO", "REINFORCE++", "REINFORCE++-Baseline", "RLOO", "Dr.GRPO", "GSPO", "CISPO", "DPPO-TV", "MaxRL"),
     *("KL-in-reward", *(name for name in METHODS if name.startswith("RPG-") and "SEQ" not in name)),
 )
-# At β = 1e-4, with the behaviour policy as the reference, these are PPO's clip on group-mean advantages to 2e-4 of the
-# gradient (tests/losses/test_methods.py).
+# At β = 1e-4, with the behaviour policy as the reference, the rows of `_ONE_ALGORITHM` are PPO's clip on group-mean
+# advantages, up to 2e-4 of the gradient (tests/losses/test_methods.py).
 _ALONE = [name for name, method in METHODS.items() if method.reference != "teacher"]  # the others need a teacher
 _ONE_ALGORITHM = {"the eight RPG rows": [name for name in METHODS if name.startswith("RPG-") and "SEQ" not in name]}
 _TO_GO = {f"{name}, to-go": name for name in _REASONING if "-REINFORCE-" in name}
-# Of "starts": three warm starts by one recipe, and two methods with each other's advantage.
+# The rows of "starts": three warm starts by one recipe, and two methods with each other's advantage.
 _STARTS = {n: "configs/chains_start" + f"_{n}" * bool(n) for n in range(3)}
 _ADVANTAGES = {
     "DAPO": _method("DAPO"),
     _RPG: _method(_RPG),
     f"{_RPG}, DAPO's advantage": _method(_RPG, loss__advantage="group_standardised"),
 }
-_MANY: Fields = {"evaluation__problems": 512, "evaluation__every": 30}  # half an interval of one run: below 3 points
-# A row of its own name: the critic explains none of the returns' variance, so this says nothing of PPO.
+_MANY: Fields = {"evaluation__problems": 512, "evaluation__every": 30}  # one run: ± less than 3 points
+# The row is not called PPO: its critic explains none of the returns' variance, so the row says nothing about PPO.
 _PPO = {"PPO, untuned critic": _method("PPO", critic__learning_rate=1e-3)}
-# What the gradient of completions needs. λ = 0 has the KL of tokens: it shows what these fields change by themselves.
+# What the gradient of whole completions needs. The row λ = 0 has the KL of tokens: it shows what these fields change.
 _OF_COMPLETIONS: Fields = {
     "loss__level": "to_go",
     "loss__advantage": "leave_one_out",

@@ -13,7 +13,7 @@ from rpg_jax.training.reference import make_rule
 from rpg_jax.types import Count
 
 ROUNDING = 5e-5  # of a shown number
-UNEQUAL = 0.05  # share of a row's cost; one more batch, for a lack of mixed groups, costs 1 to 2 %
+UNEQUAL = 0.05  # share of a row's cost: a larger difference counts. One more batch costs 1 to 2 %
 
 
 def training_table(table: Table, rows: Rows) -> list[str]:

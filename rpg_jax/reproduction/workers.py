@@ -4,8 +4,8 @@ A worker imports JAX once, and its tasks share compiled programs. A task that fa
 gets another. So a task is as alone as in a process of its own: a signal, the watchdog or an error ends no other task.
 
 `python -m rpg_jax.reproduction.workers` is a worker. It reads a task a line from stdin, as JSON, and writes the result
-of the function as a line of JSON to stdout after each task that ended well. After the first other task it ends with the
-exit code of the task.
+of the function as a line of JSON to stdout after each task that ended well. The first task that fails ends the worker,
+which takes over the exit code of the task.
 """
 
 import collections

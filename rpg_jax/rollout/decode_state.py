@@ -1,4 +1,4 @@
-"""Arrays of the engine: prompts prefilled, rows to insert or extend, the state between two dispatches, its tokens."""
+"""Arrays of the engine: prefilled prompts, rows to insert or extend, the decode state, the tokens of a dispatch."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class DecodeState:
 
     @classmethod
     def logical_axes(cls, *, int8_kv: bool = False, layers: int = 0) -> DecodeState:
-        """The names of every array's dimensions. `layers` is of an unstacked cache."""
+        """The names of every array's dimensions. `layers` is the number of layers of an unstacked cache, or else 0."""
         slot: Any = ("slots",)
         row: Any = ("slots", None)
         sampling = SlotSampling(slot, slot, slot, slot, stop_tokens=row, limit=slot)
@@ -203,7 +203,7 @@ class DecodeState:
         )
 
     def continued(self, rows: Extensions, hidden: jax.Array, cache: KVCache) -> DecodeState:
-        """Starts the rows with `begins`. `hidden` [P, D] is of each last token, and `cache` has the rows' tokens."""
+        """Starts the rows that have `begins`. `hidden` [P, D] belongs to their last tokens; `cache` has all tokens."""
         slots = jnp.where(rows.begins, rows.slots, self.active.size)
 
         def put(into, values):

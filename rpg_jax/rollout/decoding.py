@@ -1,4 +1,4 @@
-"""How completions are decoded: slots, devices, and the shapes of prefill and cache. `planning` asks them here too."""
+"""How completions are decoded: slots, devices, and the shapes of prefill and cache. `planning` uses this file too."""
 
 import dataclasses
 from typing import Any

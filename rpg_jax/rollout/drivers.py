@@ -98,7 +98,7 @@ class Driver:
       spans_hosts: one rollout decodes all prompts on a mesh over all hosts. Otherwise each host decodes its share of
         the prompts, on its own devices.
       needs: a package that need not be installed; without it lockstep takes over.
-      remote: other processes sample for a trainer, workers or servers; nothing is made here.
+      remote: servers sample for a trainer; `make` is None.
     """
 
     make: Callable[[DecoderConfig, nnx.GraphDef, Weights, Decoding], Rollout] | None

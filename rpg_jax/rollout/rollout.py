@@ -28,7 +28,7 @@ from rpg_jax.rollout.weights import Params, Staged, Weights
 from rpg_jax.storage.journal import Journal
 from rpg_jax.types import Completion, FinishReason
 
-_PARCELS = 64  # of a host, in the mean: its last parcel is a small part of its work
+_PARCELS = 64  # parcels of a host, on average: so its last parcel is a small part of its work
 _LOOK = 0.005  # seconds between two looks at the slots
 
 Groups = list[list[Completion]]

@@ -1,12 +1,12 @@
 """A run that begins where another run stood: `run.start_from=runs/A@100` begins after step 100 of the run A.
 
-The new run is a branch, and A is its parent. The branch counts on: its first step is 101. It takes over weights,
-optimizer slots, the count of updates and the position in the problems, and the reference if the fields of `reference`
-are equal. With an equal config the branch computes what the parent has computed, to the bit. Every field may differ
-that leaves the arrays of the checkpoint as they are.
+The new run is a branch, and A is its parent. The first step of the branch is 101. The branch takes over weights,
+optimizer slots, the count of updates and the position in the problems. It takes over the reference if the fields of
+`reference` are equal. With an equal config the branch computes what the parent has computed, to the bit. Other fields
+may differ, as long as the arrays of the checkpoint keep their shapes and meaning.
 
-The parent may be of somebody else. So only arrays, JSON, the typed config and the tokenizer are read; no code that the
-parent's config names is imported.
+Somebody else may have written the parent. So only arrays, JSON, the typed config and the tokenizer are read; no code
+that the parent's config names is imported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rpg_jax.training.reference import Reference
 from rpg_jax.training.state import TrainState
 
 _SAME = ("optimizer.name", *(f"model.lora.{name}" for name in ("rank", "alpha", "targets", "int8")))
-_OF_ADAPTERS = ("model.compute_dtype", "warm_start.enabled")  # they decide the frozen weights, and who keeps them
+_OF_ADAPTERS = ("model.compute_dtype", "warm_start.enabled")  # they decide the frozen weights, and where they are kept
 _INPUTS = {
     "model.path": "the shapes of the model are",
     "model.tokenizer": "the tokenizer is",
@@ -48,7 +48,8 @@ class Parent:
       step: the step of the checkpoint.
       config: the config of the run, by dotted name.
       inputs: the digests of the run's inputs.
-      identity, record: the JSON of the checkpoint.
+      identity: the fields that decide the numbers of the run, as the checkpoint keeps them.
+      record: the positions that the checkpoint keeps, as `Session.save` has written them.
     """
 
     home: epath.Path
@@ -64,9 +65,9 @@ class Parent:
         return f"{self.home}@{self.step}"
 
     def check(self, config: ConfigDict, inputs: Mapping[str, str]) -> None:
-        """Compares the parent with the config and the inputs of the branch.
+        """Raises ValueError if the branch cannot take over the arrays of the checkpoint. The message names the field.
 
-        Raises ValueError if the branch cannot take over the arrays of the checkpoint. The message has the field.
+        `config` and `inputs` are the config and the input digests of the branch.
         """
         if not {"stream", "reference"} <= self.record.keys():
             raise ValueError(self._refused("it is no run of rpg_jax.train, and has no position to go on from"))
@@ -88,7 +89,7 @@ class Parent:
                 raise ValueError(self._refused(f"{what} another there"))
 
     def state(self, like: TrainState) -> TrainState:
-        """The weights, slots and counts, laid out as `like`. Raises ValueError if the arrays are others or damaged."""
+        """The weights, slots and counts, laid out as `like`. Raises ValueError if they are damaged or do not fit."""
         try:
             return integrity.restored(storage.absolute(self.home / "checkpoints" / str(self.step) / "state"), like)
         except integrity.Damaged:
@@ -97,11 +98,11 @@ class Parent:
             raise ValueError(self._refused(f"its arrays are others than this config's ({error.reason})")) from error
 
     def base(self, like: Any) -> Any:
-        """The frozen weights beside adapters that the parent keeps, laid out as `like`."""
+        """The frozen weights that the parent keeps beside its adapters, laid out as `like`."""
         return Snapshots(self.home / "base").restore(0, like)
 
     def move(self, config: ConfigDict, collector: Collector, reference: Reference) -> str:
-        """Moves collector and reference to the parent's position, as far as it holds for the branch.
+        """Moves collector and reference to the parent's position, as far as problems and fields are the parent's.
 
         Returns a line that says what is taken over, and what begins anew.
         """
@@ -164,7 +165,7 @@ def parent_of(config: ConfigDict, files: Path) -> Parent | None:
 
 
 def adopt_tokenizer(config: ConfigDict, files: Path) -> None:
-    """Copies the tokenizer that the parent has trained to the branch: their vocabularies must be one."""
+    """Copies the tokenizer that the parent has trained to the branch: both must have the same vocabulary."""
     own = files / "tokenizer.model"
     if not config.run.start_from or config.model.tokenizer or config.model.path or own.exists():
         return

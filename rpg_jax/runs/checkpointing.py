@@ -18,7 +18,7 @@ from rpg_jax.training.state import TrainState
 
 
 class Checkpointing:
-    """Keeps the checkpoints of a run in its folder, and knows which reference snapshot each needs.
+    """Keeps the checkpoints of a run in its folder, and knows which reference snapshot each checkpoint needs.
 
     A run without a reference policy, as supervised training is, needs no snapshots.
 
@@ -36,7 +36,7 @@ class Checkpointing:
             permanent_every=c.permanent_every,
             identity=run_folder.identity(config),
             renewed=run_folder.renewed,
-            freed=cli.return_pages,  # on a CPU the gaps of a save's copies would stay, and grow with each save
+            freed=cli.return_pages,  # on a CPU the memory of a save's copies would stay taken, more with each save
         )
         self.parent = branching.parent_of(config, folder.files) if self.is_new else None
         limit = int(c.journal_gib * 2**30)
@@ -81,7 +81,7 @@ class Checkpointing:
             if len(known) == len(needed):
                 reference.prune(known)
         if earlier:
-            self._prune_journal(earlier[-1])  # complete: a save waits for the one before
+            self._prune_journal(earlier[-1])  # this checkpoint is complete: each save waits for the save before
         self.seconds = time.perf_counter() - started
 
     def group_journal(self, layout: Layout) -> GroupJournal | None:
@@ -115,7 +115,7 @@ class Checkpointing:
 
     def _prune_journal(self, steps: int) -> None:
         if self.journal is not None:
-            self.journal.prune(steps)  # steps are counted from 0 there
+            self.journal.prune(steps)  # the journal counts steps from 0
 
     def _reference_of(self, step: int) -> int | None:
         """The reference snapshot that a checkpoint needs; None where its record names none or cannot be read."""

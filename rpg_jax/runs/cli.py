@@ -255,7 +255,7 @@ def keep_buffers() -> bool:
     """Makes glibc keep freed buffers of any size for the next program; returns whether it could.
 
     A buffer that does not fit into the free memory would otherwise be mapped for one call and unmapped after it. The
-    process keeps its peak of memory. So call this where programs run on the CPU, and no copies of large models do.
+    process keeps its peak of memory. So call this where programs run on the CPU, and where no large model is copied.
     """
     never = (1 << 31) - 1
     return _glibc("mallopt", -4, 0) and _glibc("mallopt", -1, never)  # M_MMAP_MAX, M_TRIM_THRESHOLD
@@ -292,8 +292,8 @@ def prepare_libraries() -> None:
     keep_pages()
     absl.flags.FLAGS.mark_as_parsed()  # Grain and Orbax read their defaults there
     absl.logging.set_verbosity(absl.logging.WARNING)  # Orbax reports every file it writes
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # its tracebacks; `rpg_jax.storage.errors` says it in a line
-    # Orbax raises what it logs; of a save's arrays that fail after the first, asyncio tells or finds no loop to tell.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # its tracebacks; `rpg_jax.storage.errors` says one line
+    # Orbax logs an error that it also raises. asyncio logs the errors of a save's other arrays, or fails to log them.
     for logger in (absl.logging.get_absl_logger(), logging.getLogger("asyncio")):
         logger.addFilter(lambda record: not (record.exc_info and _passes_orbax(record.exc_info[2])))
     sys.unraisablehook = _unraisable

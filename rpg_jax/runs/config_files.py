@@ -155,7 +155,7 @@ def _explained(error: Exception, overrides: Sequence[str]) -> str:
             if was := retired(name):
                 return was.line
             return f"no config field {name!r}; did you mean {nearest(name)}? --help lists all of them"
-    section = str(error).strip("'\"") + "."  # of a file that sets a field of it
+    section = str(error).strip("'\"") + "."  # the file sets a field of this section
     if was := next((row for row in all_retired() if row.name.startswith(section)), None):
         return was.line
     flag, inside, trace = str(error).partition(": Error whilst parsing config file:")

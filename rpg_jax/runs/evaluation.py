@@ -96,7 +96,7 @@ class HeldOut:
 
     Attributes:
       sets: problems by the name of their set.
-      generate: draws groups by `rollout`, with noise that training does not use.
+      generate: draws groups by `rollout`, with random numbers that training does not use.
       drift: measures how far the policy is from the policy before the first step; None measures nothing.
     """
 
@@ -339,7 +339,7 @@ def open_folder(out: str | None, stem: Path, settings: dict[str, Any]) -> Path:
     """Makes or reopens the folder of an evaluation: `out`, or `stem` with a hash of `settings`. settings.json
     in the folder holds the settings.
 
-    The hash has a secret of the user: completions that came with somebody's run are never taken for this user's own.
+    The hash includes a secret of the user. So completions that came with a downloaded run never count as the user's.
 
     Raises:
       ValueError: the folder holds another evaluation, or a link is in the way. The message names what differs.
@@ -386,9 +386,9 @@ def sample(
 
 
 def show(title: str, settings: dict[str, Any], records: dict[str, list[Record]], folder: Path) -> dict[str, Any]:
-    """Writes scores.json and scores.md, prints a row for each set, and returns the scores of the sets.
+    """Writes scores.json and scores.md, and returns the scores of the sets.
 
-    It also prints how many completions have no verdict.
+    Prints a row for each set, and how many completions have no verdict.
     """
     by_set = {name: scores.summarise(own) for name, own in records.items()}
     write_atomically(folder / "scores.json", json_files.dumps({"settings": settings, "sets": by_set}, indent=1) + "\n")

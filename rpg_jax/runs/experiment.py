@@ -240,7 +240,7 @@ def make_generator(
 
 
 def evaluation_generator(experiment: Experiment, own: rollout.Rollout, scorer: rewards.Scorer) -> GroupGenerator:
-    """A generator with noise of its own, so that evaluating more or less never changes training."""
+    """Makes the groups of evaluations by the rollout `own`, with a seed of their own: they never change training."""
     c = experiment.config.evaluation
     seed = (experiment.config.seed + 0x5EED) % 2**31
     sizes = {"temperature": c.temperature, "group_size": c.k}
@@ -259,7 +259,7 @@ class DataSettings(NamedTuple):
     stage: Stage | None
 
     def opened(self, problems: list[data.Problem]) -> list[data.Problem]:
-        """The problems with the prompts of the config's environment. Ends the environment. Without one: no change."""
+        """The problems with the prompts of the config's environment, which then ends. No environment: no change."""
         if self.stage is None:
             return problems
         with self.stage as stage:
@@ -269,7 +269,7 @@ class DataSettings(NamedTuple):
 def data_settings(file: str, overrides: Sequence[str]) -> DataSettings:
     """How the config in `file`, with `overrides`, reads its data. Trains a tokenizer if the config names none.
 
-    Raises ValueError if `task.name` is not "files", and as the start of a run does.
+    Raises ValueError if `task.name` is not "files", or if the data or the environment could not start a run.
     """
     config = with_method(config_files.load(file, overrides).config)
     if config.task.name != "files":
@@ -278,7 +278,7 @@ def data_settings(file: str, overrides: Sequence[str]) -> DataSettings:
             "--config.task.name=files --config.task.train=SOURCE"
         )
     with config.unlocked():
-        config.warm_start.enabled = True  # with what supervised training reads
+        config.warm_start.enabled = True  # so that the demonstrations are read as well
     task = Task.from_config(config, held_out=bool(config.task.held_out_sets))
     stage = make_stage(config)
     if stage is not None:
@@ -304,12 +304,12 @@ def _decoding_base(layout: Layout, decoding: rollout.Decoding, base: models.Base
 
 
 def input_digests(experiment: Experiment) -> dict[str, str]:
-    """The digest of each input, by the config field that names it. Contents count, not places."""
+    """The digest of each input, by the config field that names it. The place of an input does not count."""
     task, name = experiment.task, experiment.config.task.name
     train, held_out = ("task.train", "task.held_out_sets") if name == "files" else ("task", "task, held out")
     found = {"model.tokenizer": experiment.tokenizer.digest(), "model.path": model_digest(experiment.layout.model)}
     m, warm = experiment.config.model, experiment.config.warm_start.enabled
-    if m.path and m.lora.rank and not warm:  # every process reads them anew: checkpoints have adapters alone
+    if m.path and m.lora.rank and not warm:  # every process reads the weights anew: checkpoints have only adapters
         found["model.path (weights)"] = files_digest(models.local_folder(m.path))
     if task.train:
         found[train] = problems_digest(task.train)
@@ -319,7 +319,7 @@ def input_digests(experiment: Experiment) -> dict[str, str]:
 
 
 def model_digest(model: models.DecoderConfig) -> str:
-    """The digest of a model's fields. It spells them as the first version did, so older runs can resume."""
+    """The digest of a model's fields. They are spelled as in the first version, so that older runs can resume."""
     families = {"qkv_bias=False, qk_norm=True": "family='qwen3'", "qkv_bias=True, qk_norm=False": "family='qwen2'"}
     text = repr(model).replace("DecoderConfig(", "QwenConfig(", 1)
     for fields, family in families.items():
@@ -342,7 +342,7 @@ def problems_digest(problems: Iterable[data.Problem]) -> str:
 
 
 def files_digest(folder: Path, pattern: str = "*.safetensors") -> str:
-    """The digest of the files of a name in a folder, or of its weights: their names and all their bytes."""
+    """The digest of the names and bytes of the files in `folder` that match `pattern` (default: its weights)."""
     found = []
     for path in sorted(folder.glob(pattern)):
         with path.open("rb") as file:
@@ -351,14 +351,13 @@ def files_digest(folder: Path, pattern: str = "*.safetensors") -> str:
 
 
 def check_inputs(experiment: Experiment, folder: Path, *, begins: bool) -> dict[str, str]:
-    """Compares the run's inputs with their digests from its beginning, which `folder` keeps; returns them. Collective.
+    """Compares the run's inputs with the digests that `folder` keeps from the run's beginning. Collective.
 
-    Args:
-      begins: the run has no step yet, and its inputs are kept for later.
+    Returns the present digests. Inputs that are not loaded are not compared. The user's code, the teacher and the
+    rehearsal are compared only if there are problems to train on. If the run `begins`, `folder` gets the digests.
 
     Raises:
-      ValueError: an input has changed without `run.accept_changes`, or hosts read different inputs. The message has the
-        input. Inputs that are not loaded are not compared, nor are code and teacher without problems to train on.
+      ValueError: an input has changed without `run.accept_changes`, or differs between hosts. The message names it.
     """
     found, task = input_digests(experiment), experiment.task
     if task.train or task.demonstrated:
@@ -386,7 +385,7 @@ def check_inputs(experiment: Experiment, folder: Path, *, begins: bool) -> dict[
 def note_start(folder: Path, checksum: int, parent: branching.Parent | None = None) -> None:
     """Adds the checksum of the first weights to `INPUTS`; with adapters, the checksum of the frozen weights.
 
-    Equal recipes of a warm start give other weights on another machine, and runs are compared only from equal weights.
+    A warm start gives other weights on another machine. Runs are compared only if they begin with equal weights.
     A branch also notes its `parent`, and the checksum of the weights that it takes over.
     """
     if hosts.is_first():

@@ -1,4 +1,4 @@
-"""The config of a run that is asked for by a model, rows and a reward: what nobody set is chosen here, and said."""
+"""Chooses the config of a run from a model, rows and a reward: the fields that nobody has set, each with a reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
         "rewards.right_above": 0.5,
         "rewards.overlong_shaping": False,
         "dynamic_sampling.enabled": False,
-        "train.updates_per_step": 1,  # the update has the log-probs of the policy that sampled: one pass less
+        "train.updates_per_step": 1,  # one pass less: the update itself has the sampling policy's log-probs
         "optimizer.warmup": "3 updates",
         "optimizer.weight_decay": 0.0,
         "evaluation.problems": 64,
@@ -33,7 +33,7 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
 _OF_METHODS = ("rewards.overlong_shaping", "dynamic_sampling.enabled")
 _SMALL: Mapping[str, Any] = {"rollout.prompts_per_step": 8, "rollout.max_tokens": 64, "train.steps": 40}
 _LARGE: Mapping[str, Any] = {"rollout.prompts_per_step": 64, "rollout.max_tokens": 512, "train.steps": 100}
-_ROW = 2048  # tokens of a row that completions share, unless one alone needs more
+_ROW = 2048  # tokens of a row that completions share, unless one completion needs more
 _CPU_TOKENS = 1024  # of a micro-batch on a CPU: a few GB of activations for models that a CPU trains
 _COVERED = 0.99  # of the prompts are within the limit
 _LARGEST_RATE = 2e-4  # good for 0.1 million weights (docs/tables/reasoning.md)
@@ -116,7 +116,7 @@ def fast_dtype() -> tuple[str, str]:
     """The dtype that is fast on the device, and the reason."""
     if processes.platform() == "cpu":
         return "float32", ", because CPUs emulate bfloat16"
-    capability = getattr(jax.devices()[0], "compute_capability", None)  # of GPUs alone
+    capability = getattr(jax.devices()[0], "compute_capability", None)  # only GPUs have one
     if capability is not None and float(capability) < 8:
         return "float32", f", because a GPU of compute capability {capability} has no bfloat16"
     return "bfloat16", ", which is fast here; weights and optimizer stay in float32"

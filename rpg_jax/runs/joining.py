@@ -22,7 +22,7 @@ from rpg_jax.parallel import hosts
 PORT = 8476  # Google's automatic firewall rule does not open jax's own default, 8482 (jax#35905)
 _INITIALIZATION_SECONDS = 1800  # slices of one run may become ready minutes apart
 _LOOK_SECONDS = 1.0
-_FAREWELL_SECONDS = 3.0  # several looks of the other processes
+_FAREWELL_SECONDS = 3.0  # the other processes look several times
 _failing = threading.Event()
 
 
@@ -99,7 +99,7 @@ def _leave(code: int) -> None:
     """Ends this process at once: JAX would wait for the other processes for five minutes."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if hosts.has_service():  # the others ask it, and JAX aborts those that it leaves alone
+    if hosts.has_service():  # JAX aborts a process whose service has gone: let the others end first
         time.sleep(_FAREWELL_SECONDS + 1)
     os._exit(code)
 

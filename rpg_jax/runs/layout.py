@@ -30,7 +30,7 @@ class Layout:
       adapter_shapes, adapter_shardings: the shapes and shardings of the adapters; None if the run trains all weights.
       decoding_devices: the devices that decode together. They are all devices of `mesh`, the devices of one host, or
         devices that do not train.
-      decoding_hosts: the number of hosts that decode alone, each a part of the prompts.
+      decoding_hosts: the number of hosts that decode by themselves, each a part of the prompts.
       device_memory: bytes of a device that programs can use; None if it is not known, as on a CPU.
     """
 
@@ -222,7 +222,7 @@ def rows_per_update(config: ConfigDict) -> int:
 
 
 def teacher_folder(config: ConfigDict) -> str | None:
-    """The folder or hub address of a teacher whose weights the run reads. None: no teacher, or servers have it."""
+    """The folder or hub address of a teacher whose weights the run reads. None: no teacher, or one on servers."""
     path = config.reference.path
     return path if path and not path.startswith(("http://", "https://")) else None
 

@@ -100,8 +100,8 @@ def policy_objective(config: ConfigDict, critic: Critic | None = None, *, on_pol
 def is_on_policy(layout: Layout) -> bool:
     """Whether a step is one update on completions of the weights before the update, see `loop.Algorithm.on_policy`.
 
-    A critic, a mixture's routers and the KL's baseline of whole completions read a pass before the update. Groups that
-    are carried over, sampled ahead or sampled in parts are of older weights.
+    False with a critic, experts, or a loss of whole completions: they need a pass before the update. False if groups
+    are carried over, sampled ahead or sampled in parts: older weights have sampled their tokens.
     """
     c, (name, hyperparameters) = layout.config, loss_arguments(layout.config)
     carries = c.dynamic_sampling.enabled and c.dynamic_sampling.surplus == "carry"
@@ -142,7 +142,7 @@ def reference_rule(config: ConfigDict) -> Rule:
 
 
 def reference_differs(config: ConfigDict) -> bool:
-    """Whether a step needs a pass of the reference: it may be another policy than the one that samples, and is here."""
+    """Whether a step needs a pass of the reference: it may differ from the sampling policy, and no server has it."""
     if config.reference.path and not teacher_folder(config):
         return False
     return reference_rule(config).differs(config.train.updates_per_step * config.train.epochs)
@@ -185,7 +185,7 @@ def open_base(
     """The frozen weights of a run; None if all weights are trained. Collective.
 
     The weights of `model.path` are read from there each time. Other weights, random or of a warm start, are drawn when
-    the run `begins`, or are those of its `parent`; its folder keeps them once, in `base`.
+    the run `begins`, or taken from its `parent`. The run's folder then keeps them once, in `base`.
 
     Raises:
       Refused: the base in the folder is missing or damaged.

@@ -36,9 +36,10 @@ _TILE = 16  # slots of a copy: rows of a bf16 tile
 
 
 def slots_that_fit(memory: float, held: float, slot: float, *, tile: int, needed: int) -> int:
-    """Decode slots of a device: those that fit, in whole tiles, but no more than `needed`, and at least one.
+    """Decode slots of a device: those that fit, in whole tiles of `tile` slots, at most `needed`, and at least one.
 
-    floor((memory × 15/16 - held) / slot): bytes of the device, of what else it holds, and of a slot.
+    floor((memory × 15/16 - held) / slot), where `memory`, `held` and `slot` are bytes: of the device, of its other
+    arrays, and of a slot.
     """
     fitting = max(1, math.floor((memory * (1 - LEFT_FREE) - held) / slot))
     return min(fitting - fitting % tile if fitting > tile else fitting, needed)
@@ -93,7 +94,7 @@ def held_while_sampling(layout: Layout, learner: Learner, decoding: Decoding) ->
     """Bytes on a device that the trainer holds during sampling: the state of the optimizer, a resident reference, and
     the master weights if a copy of them decodes."""
     trained, own = bytes_on_a_device(layout.abstract_trained), has_copy(layout, decoding)
-    state = bytes_on_a_device(learner.like)  # without what waits on the host
+    state = bytes_on_a_device(learner.like)  # without arrays in host memory
     if layout.lora is not None:
         state += bytes_on_a_device(layout.abstract_base) if own else 0
     elif not own:
@@ -110,7 +111,7 @@ def reference_bytes(layout: Layout) -> float:
 
 
 def resident_reference(layout: Layout) -> float:
-    """Bytes on a device of a reference that stays there between steps."""
+    """Bytes of the reference that stay on a device between steps; 0 if the reference does not stay there."""
     c = layout.config
     stays = (c.reference.resident or teacher_folder(c)) and "reference" not in offloaded(c)
     return reference_bytes(layout) if stays else 0.0
@@ -160,7 +161,7 @@ def decoding_base(layout: Layout, decoding: Decoding) -> models.Base:
 def fitting_layout(config: ConfigDict, vocab_size: int) -> Layout:
     """The config's layout. If it does not fit these devices, a layout with one copy of the weights over all devices.
 
-    The change is printed to stderr, and stands in `layout.config`. A teacher is needed for training alone.
+    The change is printed to stderr, and stands in `layout.config`. A teacher is left out: only training needs it.
     """
     if config.reference.path:
         config = config.copy_and_resolve_references()
@@ -316,13 +317,13 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
     """For each program, the bytes on a device that are not the program's own arguments but stay there while it runs.
 
     The optimizer's state and frozen weights always stay. A copy of the weights for decoding stays while the trainer
-    works. The cache stays while prompts are prefilled. During the log-probs of a reference that differs from the
-    policy, and during updates that sum the KL over the vocabulary, its weights are there too.
+    works. The cache stays while prompts are prefilled. The reference's weights are there during its log-probs, if it
+    differs from the policy, and during updates that sum the KL over the vocabulary.
     """
     c, shape = layout.config, row_shape(layout.config)
     weights = bytes_on_a_device(layout.abstract_trained)
     frozen = 0 if layout.abstract_base is None else bytes_on_a_device(layout.abstract_base)
-    slots = bytes_on_a_device(learner.like) - weights  # without what waits on the host
+    slots = bytes_on_a_device(learner.like) - weights  # without arrays in host memory
     params = decoding_params(layout, decoding)
     own = bytes_on_a_device(params) if has_copy(layout, decoding) else 0
     cache = cache_bytes(layout.model, decoding)
@@ -353,9 +354,9 @@ def bytes_of_a_number(layout: Layout) -> int:
 def _sizes(layout: Layout) -> Iterator[int]:
     """The rows that a micro-batch may have, the largest first.
 
-    Packed rows are fewer than completions, how many fewer depends on their lengths, and the last micro-batch of an
-    update is filled up with empty rows. So a device gets one row or `_TOKENS`, and a micro-batch at most an eighth of
-    the rows that prompts and completions of half their limits fill.
+    The number of packed rows depends on the lengths of completions, and the last micro-batch of an update is filled up
+    with empty rows. So a device gets one row or `_TOKENS`, and a micro-batch at most an eighth of the rows that prompts
+    and completions of half their limits fill.
     """
     c, whole = layout.config, rows_per_update(layout.config)
     shards = parallel.shards("batch", dict(layout.mesh.shape), layout.rules)
@@ -370,8 +371,8 @@ def _sizes(layout: Layout) -> Iterator[int]:
 def _kept(model: DecoderConfig, remat: str) -> float:
     """Activations of a token that wait in a layer for the backward pass.
 
-    With "none" the results between the matrix products wait too, some of them in f32. That sum was set by one compiled
-    update, of Qwen3-4B in rows of 10,240 tokens on v5p:4x4x4: 87 thousand numbers.
+    With "none" the results between the matrix products wait too, some of them in f32. Their number is that of one
+    compiled update of Qwen3-4B, in rows of 10,240 tokens on v5p:4x4x4: 87 thousand.
     """
     heads, pairs = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
     products = 2 * model.embed_dim + 2 * model.hidden_dim + heads + pairs

@@ -61,7 +61,7 @@ class Sample(NamedTuple):
 
 _CACHE = 4 << 30  # bytes of keys and values on a device, at most
 _ROWS = 4  # of a device in one pass of `Policy.logprobs`
-_ROW = 512  # tokens of a row that several completions share, unless one alone needs more
+_ROW = 512  # tokens of a row that completions share, unless one completion needs more
 _MULTIPLE = 128  # of the tokens of a row: few shapes are compiled, and every kernel takes them
 
 
@@ -337,8 +337,8 @@ def of_run(
     """The policy of a run's checkpoint, by default the last.
 
     `changes` are values of config fields, by dotted name, that replace the run's. `held_out` loads the problems of
-    evaluations, and `weights` the weights. `merge` adds adapters to their base; without `merge` the params are the
-    adapters. Somebody else may have written the folder: without `trust` no code that its config names is imported.
+    evaluations. Without `weights`, `Policy.params` is None. `merge` adds adapters to their base; without `merge` the
+    params are the adapters. Without `trust`, no code that the config names is imported: it may be somebody else's.
 
     Raises:
       ValueError: the folder holds no run, or not that checkpoint; the message lists the checkpoints.
@@ -371,10 +371,10 @@ def of_run(
 def of_config(
     config: ConfigDict, scratch: Path, changes: Changes = NONE, held_out: bool = False, weights: bool = True
 ) -> Policy:
-    """The policy of `model.path`, or a policy with random weights, in `model.compute_dtype`: no optimizer needs more.
+    """The policy of `model.path`, or a policy with random weights. The weights have `model.compute_dtype`.
 
-    The adapters of `model.lora.path` are merged into the weights. New adapters would change nothing, and are left out.
-    A tokenizer that is trained here is written to `scratch`. For the other arguments see `of_run`.
+    The adapters of `model.lora.path` are merged into the weights. Untrained adapters are zero, and are left out. A
+    tokenizer that is trained here is written to `scratch`. `changes`, `held_out` and `weights` are as in `of_run`.
     """
     changed = config.copy_and_resolve_references()
     changed.update_from_flattened_dict({"model.param_dtype": config.model.compute_dtype, **changes})

@@ -1,4 +1,4 @@
-"""Serves a policy to an end: its JetStream driver behind gRPC and HTTP."""
+"""Serves a policy until a signal or an idle time: its JetStream driver behind gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -78,12 +78,10 @@ def _opened(options: argparse.Namespace, loaded: config_files.Loaded | None) -> 
 
 
 def with_context(served: Policy, tokens: int | None) -> Policy:
-    """`served` for prompts and completions of `tokens` tokens together; None: as many as the model has positions for,
-    and at most 8192 on a CPU.
+    """`served` with room for a prompt and its completion of `tokens` tokens together. None: as many as the model has
+    positions for, and at most 8192 on a CPU. Raises ValueError if the model has fewer positions.
 
-    It has as many slots as fit the device, on a CPU into 1 GiB, and no more than `rollout.slots`, if that is set.
-
-    Raises ValueError if the model has fewer positions.
+    There are as many slots as fit the device, or 1 GiB on a CPU, but at most `rollout.slots`, if that is set.
     """
     layout = served.experiment.layout
     positions = layout.model.rope.max_position_embeddings
@@ -109,7 +107,7 @@ def _until_the_end(server: Server, name: str, access: Access, options: argparse.
     """Serves until a signal or --idle ends it, and lets running requests end; returns the exit code."""
     also = "" if options.http_port is None else f", over HTTP on port {server.http_port}"
     with StopRequest(options.grace + _CLOSING, _give_up).listening() as stop, contextlib.ExitStack() as closing:
-        closing.callback(server.stop, options.grace)  # once nobody is sent here any more
+        closing.callback(server.stop, options.grace)  # runs last: by then no new client finds the address
         if options.announce:
             file = file_of(options.announce, options.announce_name, server.http_port)
             address = address_of(options.host, server.http_port, tls=access.certificate is not None)
@@ -166,7 +164,7 @@ class _Disk:
 
     def swap(self, weights: models.InHostMemory) -> int:
         with self._layout.activate():
-            dtype = jnp.dtype(self._layout.config.model.compute_dtype)  # that of decoding, to which a sync casts
+            dtype = jnp.dtype(self._layout.config.model.compute_dtype)  # decoding's dtype; a sync would cast to it
             params = weights.placed(dtype, self._layout.param_shardings)
             self._rollout.sync_weights(params, self._rollout.weights.version + 1)
             return self._rollout.weights_checksum()

@@ -103,7 +103,7 @@ class Task:
         return dataclasses.replace(self, train=train, held_out=held_out, texts=texts, demonstrated=shown)
 
     def encoded(self, tokenizer: data.Tokenizer, config: ConfigDict) -> tuple[Task, list[str]]:
-        """The task without problems whose prompts are too long, and its notes with a line on each split that lost some.
+        """(the task without problems whose prompts are too long; its notes, with a line on each split that lost some).
 
         Raises:
           ValueError: no prompt of a split fits.

@@ -191,7 +191,7 @@ class StopRequest:
         return self._asked.wait(seconds)
 
     def agreed(self) -> int | None:
-        """The signal that any process of the run has received. Collective: all processes ask after the same steps."""
+        """The signal that any process has received, or None. Collective: all processes ask after the same steps."""
         return hosts.pmax(self.signal or 0) or None
 
     def saved(self) -> None:

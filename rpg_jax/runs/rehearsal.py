@@ -1,7 +1,7 @@
-"""Rehearsal: completions of the start policy, which an evaluation has kept, and of which every update sees some.
+"""Rehearsal: every update also trains on some completions of the start policy, which an evaluation has written.
 
-Each update adds λ · (−mean log π_θ) of these completions to its loss. The expectation is λ KL(π_start‖π_θ) and a
-constant, over the kept prompts: those that the start policy has solved with every completion (DPH-RL,
+Each update adds λ · (−mean log π_θ) of these completions to its loss. In expectation over the kept prompts, this is
+λ KL(π_start‖π_θ) and a constant. A prompt is kept if every completion of the start policy solves it (DPH-RL,
 arXiv:2509.07430).
 """
 

@@ -196,7 +196,7 @@ def make_algorithm(
     base: models.Base | None = None,
     journal: rollout.GroupJournal | None = None,
 ) -> Algorithm:
-    """The parts of the training step. If the run trains adapters, `base` are the frozen weights."""
+    """The parts of the training step, with the rollout `own`. If the run trains adapters, `base` has frozen weights."""
     c, layout = experiment.config, experiment.layout
     programs = learner_programs(layout, learner, base=base)
     pack = functools.partial(
@@ -268,7 +268,7 @@ def check_rows(config: ConfigDict) -> None:
 
 
 def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Folder, start: int) -> Drift:
-    """The measure of the policy's distance to the policy after step `start`, before the run's first step.
+    """Measures the distance of the policy to the policy that the run begins with, which is that after step `start`.
 
     Raises:
       ValueError: evaluations do not sample from the distribution whose log-probabilities the trainer computes.
@@ -289,7 +289,7 @@ def make_collector(
     scorer: rewards.Scorer,
     journal: rollout.GroupJournal | None,
 ) -> Collector:
-    """The collector of a step's groups, which samples in turn with training or ahead of it, whole groups or parts.
+    """The collector of a step's groups. It samples between updates or ahead of them, whole completions or parts.
 
     Raises:
       ValueError: sampling ahead is impossible here.

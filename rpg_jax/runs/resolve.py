@@ -27,7 +27,7 @@ def resolve(config: ConfigDict) -> ConfigDict:
 
     Raises:
       ValueError: the method or a reward is unknown, the loss or a reward does not take a field that was set, a value is
-        outside its field's range, or two fields do not go together. The message has the known names or the range.
+        outside its field's range, or two fields contradict each other. The message has the known names or the range.
     """
     resolved = with_method(config)
     _check_fields(resolved)
@@ -116,8 +116,8 @@ def check_training(config: ConfigDict) -> None:
 def check_sampling(config: ConfigDict) -> None:
     """Refuses a sampler that cuts the distribution in reinforcement learning.
 
-    Raises ValueError: top-p, top-k or min-p is on. Tokens that the cut leaves out are never sampled, so no weight of
-    the others makes the expected gradient that of the policy, whose log-probs the trainer has.
+    Raises ValueError if top-p, top-k or min-p is on. Tokens that the cut leaves out are never sampled. So no weights of
+    the sampled tokens give the expected gradient of the policy, whose log-probs the trainer has.
     """
     for name, off in {"top_p": 1.0, "top_k": 0, "min_p": 0.0}.items():
         if config.rollout[name] != off:
@@ -129,7 +129,7 @@ def check_sampling(config: ConfigDict) -> None:
 
 
 def lags(config: ConfigDict) -> bool:
-    """Whether steps train on tokens that earlier weights have drawn, besides the groups that are carried over."""
+    """Whether earlier weights have sampled tokens of a step's new groups. Groups that are carried over do not count."""
     return config.rollout.max_staleness > 0 or bool(config.rollout.partial_tokens)
 
 
@@ -191,9 +191,9 @@ def _check_counts(config: ConfigDict) -> None:
         )
 
 
-# What the gradient of completions needs beside its loss. Other advantages multiply the rewards and not the KL, by
-# (G - 1)/G for group_mean. A mean over tokens weights completions by their lengths. A group or a completion that is
-# dropped takes its KL along.
+# The fields that the gradient of whole completions needs beside its loss. Other advantages multiply the rewards by a
+# factor, (G - 1)/G for group_mean, and not the KL. A mean over tokens weights completions by their lengths. The KL of
+# a group or a completion that is dropped is dropped as well.
 _OF_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
     "loss.advantage": ("leave_one_out",),
     "loss.aggregate": TOKEN_SUMS,
@@ -264,7 +264,7 @@ def _check_reference(config: ConfigDict) -> None:
 
 
 def _check_rehearsal(config: ConfigDict) -> None:
-    """Refuses a rehearsal of half its fields, and together with what its completions cannot come from."""
+    """Refuses a rehearsal with only one of its two fields, with a warm start, or with an environment."""
     c, coef = config.rehearsal, f"rehearsal.coef={config.rehearsal.coef:g}: set both, or neither"
     ready = "warm_start.enabled=True: only now it makes the start policy. Run it, export it, give --config.model.path"
     played = f"environment.name={config.environment.name}: kept conversations are not rehearsed; leave one out"
@@ -366,8 +366,7 @@ def _json_object(field: str, text: str, example: str) -> dict[str, Any]:
 def _loss_object(config: ConfigDict) -> dict[str, Any]:
     """The hyperparameters in `loss.arguments`.
 
-    Raises ValueError if the text is not JSON, or if a hyperparameter is set by its own field too. One of a shipped loss
-    that has a field is set there: the checks of this module read fields.
+    Raises ValueError if the text is not JSON, or has a hyperparameter that a config field sets: checks read the field.
     """
     given = _json_object("loss.arguments", config.loss.arguments or "{}", '{"tau": 0.5}')
     own = ":" in (config.loss.name or "")

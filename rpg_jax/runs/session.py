@@ -43,7 +43,7 @@ class Trainer(Protocol):
 
     Attributes:
       title, unit: names of the run and of a step on the screen.
-      last: the number of the last step.
+      last: the number of the run's last step.
       learner: the optimizer, and the layout of the state.
       guard: stops the run because of its metrics.
       reference: the KL anchor, whose snapshots a checkpoint needs; None without a reference.
@@ -75,7 +75,7 @@ class Trainer(Protocol):
         """The position of the data, JSON-able, as a checkpoint keeps it."""
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Goes back to the position of a checkpoint."""
+        """Moves the data to the position in the checkpoint's `record`, which `record` has made."""
 
 
 class MakeTrainer(Protocol):

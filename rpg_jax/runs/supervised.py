@@ -87,7 +87,7 @@ def make_trainer(
 
 @dataclasses.dataclass(frozen=True)
 class SupervisedTrainer:
-    """Trains on demonstrations; see `session.Trainer`."""
+    """Trains on demonstrations; see `session.Trainer`. `accuracy` scores held-out problems that have an answer."""
 
     experiment: Experiment
     learner: Learner

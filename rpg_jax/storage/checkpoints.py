@@ -42,7 +42,7 @@ class Checkpoints:
       identity: the config fields that decide the numbers of the run. A checkpoint with other values is refused. None
         accepts any checkpoint.
       renewed: translates the identity of an older checkpoint into present fields and values.
-      freed: called before a save, once the copies of the arrays that the save before made are free.
+      freed: called before a save, once the previous save has freed its copies of the arrays.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class Checkpoints:
         errors.written(self._manager.close, self._newest(), alone=False)
 
     def _newest(self) -> Path:
-        """The folder of the last save, or of all if there is none."""
+        """The folder of the last save; the folder of all checkpoints if this process has saved none."""
         return self._directory / str(self._last[0] if self._last else "")
 
     def _clean_up(self) -> None:
@@ -275,7 +275,7 @@ class Snapshots:
         return integrity.restored(path, like)
 
     def move_aside(self, number: int) -> epath.Path:
-        """Renames a refused snapshot, so that its number is free, and returns its new path."""
+        """Renames a snapshot that `restore` refused, so that its number is free. Returns the new path."""
         path = self._path(number)
         taken = sum(other.name.startswith(f"refused-{path.name}") for other in self._directory.iterdir())
         aside = self._directory / (f"refused-{path.name}" + (f"-{taken}" if taken else ""))

@@ -91,7 +91,7 @@ def local_copy(address: str, patterns: Sequence[str]) -> Path:
     target.mkdir(parents=True, exist_ok=True)
     with (target / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for left in target.glob(".*.partial"):  # by a killed process; under the lock, no other process writes one
+        for left in target.glob(".*.partial"):  # files of a killed process: under the lock, no other process writes
             left.unlink()
         try:
             found = errors.retried(lambda: list(source.iterdir()), address)
@@ -120,7 +120,7 @@ def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], obj
     # A hidden name, so that `Folder` does not copy it; one of this process, so that two writers do not share it.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.unlink(missing_ok=True)  # of a killed process, or a link that somebody has laid there
+        partial.unlink(missing_ok=True)  # the file of a killed process, or somebody's link
         with naming(path), open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             if callable(content):
                 content(file)

@@ -98,13 +98,13 @@ def unsealed(path: Any, value: Any) -> dict[str, Any]:
 
 
 def by_all(read: Callable[[], T]) -> T:
-    """The result of `read`, if `read` succeeds in every process. A host may find damage that others do not read.
+    """The result of `read` in this process, if `read` succeeds in every process. Each host may read other bytes.
 
     Collective. `read` must not wait for other processes.
 
     Raises:
-      Refused, StorageFailure: `read` raised the error in at least one process. Then every process raises the error of
-        the first process that has one.
+      Refused, StorageFailure: `read` raised the error in a process. Then every process raises the error; if several
+        processes have an error, the error of the first of these processes.
     """
     value: T | None = None
     own: Exception | None = None

@@ -234,7 +234,7 @@ def _cell(path: epath.Path) -> _File | _Object:
 def _space() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        clock = Path("/proc/self/ns/time")  # of Linux 5.6 and later: it shifts the times of processes
+        clock = Path("/proc/self/ns/time")  # Linux 5.6 and later: a namespace that shifts the times of processes
         return " ".join([boot, os.readlink("/proc/self/ns/pid"), os.readlink(clock) if clock.exists() else ""])
     except OSError:
         return ""

@@ -12,8 +12,8 @@ from rpg_jax.rollout.servers.client import Caller, Client, Look, Refused, Server
 from rpg_jax.rollout.servers.protocol import Aborted, Probe, Unusable
 from rpg_jax.rollout.servers.server import STRIKES, Kind, Server
 
-_MOST_FAULTS = 4  # of one request, at servers that were in order: then it is the request, or the servers' program
-_HEALTH_SECONDS = 5.0  # the longest wait for an answer about its health, of a server that rests or must load
+_MOST_FAULTS = 4  # of one request at healthy servers: more come from the request, or the servers' program
+_HEALTH_SECONDS = 5.0  # the longest wait for the health of a server that rests or must load weights
 _QUIET_SECONDS = 10.0  # without an answer: then a server is asked for its health, and has twice as long to answer
 _FOLLOW_SECONDS = 5.0  # between two looks at addresses that may change
 _TICK_SECONDS = 0.1  # between two looks at the calls that wait for a server
@@ -216,7 +216,7 @@ class Balance:
                 wait.call.set_result(Call(server, self._weights, now, server.is_sound))
                 continue
             left.append(wait)
-            if not wait.failed:  # then there is none for those behind it
+            if not wait.failed:  # then no later request has a server either
                 break
         self._waiting.extendleft(reversed(left))
 

@@ -179,7 +179,7 @@ class Caller:
             raise Refused(f"{self.url}{path} answered no JSON: {content[:80]!r}") from None
 
     async def look(self, timeout: float, path: str = "/health") -> None:
-        """Returns if the server answers a GET in time; raises Unavailable if not, or if the status may pass."""
+        """Returns if the server answers a GET in time; raises Unavailable if not, or if the status is in `_PASSES`."""
         await self._answer("GET", path, None, timeout)
 
     def break_off(self) -> None:
@@ -190,7 +190,7 @@ class Caller:
                 limit.reschedule(0)  # at once
 
     async def _answer(self, method: str, path: str, body: bytes | None, timeout: float) -> tuple[int, bytes, float]:
-        """Status, content, and the time of the connection; the status is none that passes."""
+        """Status, content, and the time of the connection. Raises Unavailable, also for a status in `_PASSES`."""
         noted, limit = SimpleNamespace(connected=None, broken=False), asyncio.timeout(timeout)
         try:
             async with limit:
@@ -204,7 +204,8 @@ class Caller:
             what = f"no answer in {timeout:g} s" if connected else "it does not accept the connection"
             raise Unavailable(f"{self.url}{path}: {what}", fault=connected) from None
         except (OSError, aiohttp.ClientError) as error:
-            # The messages of aiohttp repeat the address. One of TLS has the reason beside it, and the number says less.
+            # The messages of aiohttp repeat the address, so the error number gives the reason. Errors of TLS keep their
+            # message: it says more than the number.
             number = None if isinstance(error, aiohttp.ClientSSLError) else getattr(error, "errno", None)
             reason = os.strerror(number) if number else str(error) or type(error).__name__
             raise Unavailable(f"{self.url}{path}: {reason}") from None

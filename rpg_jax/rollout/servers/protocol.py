@@ -18,7 +18,7 @@ from rpg_jax.models import DecoderConfig, Params
 from rpg_jax.rollout.request import Row
 from rpg_jax.types import Completion, Sampling
 
-_ROUNDING = 1e-5  # a log-prob of a sum of probabilities may be so much above 0
+_ROUNDING = 1e-5  # rounding may put the log of a sum of probabilities this far above 0
 _IMPOSSIBLE = -9999.0
 
 
@@ -134,7 +134,10 @@ class ScoreRequest:
         return {"prompt": self.tokens.tolist(), **asked, **named}
 
     def read(self, answer: Any) -> Any:
-        """f32[T - first] in nats, or with `names` T texts. Raises Unusable if the answer has not T of both."""
+        """The log-probabilities f32[T - first] in nats. With `names`: the texts of all T tokens instead.
+
+        Raises Unusable if the answer does not have a log-probability and a text for each of the T tokens.
+        """
         try:
             [choice] = answer["choices"]
             names, found = choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]
@@ -272,7 +275,7 @@ def prober(
 
     Args:
       dtype: in which the model computes.
-      rows: equal rows of the program, as many as the mesh divides.
+      rows: the number of equal rows of the program. The mesh must divide it.
       replicated: the sharding of what every process reads.
       prompt, tokens: the most of each that servers take.
     """

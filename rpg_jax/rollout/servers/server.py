@@ -17,7 +17,7 @@ Call = tuple[str, Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One program.
+    """One program of servers, such as vLLM.
 
     Attributes:
       loads: from a folder of weights and a label to the calls, in order, that make the server use these weights. The
@@ -25,7 +25,7 @@ class Kind:
       needs: what must serve, and how it must be started for `loads`, as a sentence.
       counters: the program is this project's own: it draws this project's random numbers, and every answer has the
         checksum of the weights. Servers of other programs are probed after each load.
-      refuses: the text in an answer 500 to a load which means that the next load would fail in the same way.
+      refuses: an answer 500 with this text to a load means that the next load would fail in the same way.
       health: the path of the health of the program that samples. vLLM's /health is the health of its HTTP server, which
         answers while the engine hangs.
       head: a tied model's folder has the head as a tensor of its own too. vLLM keeps a packed copy of the head on a
@@ -81,8 +81,8 @@ TEACHER = Kind(lambda folder, label: [], "reference.path needs servers with Open
 
 
 STRIKES = 3  # incidents without an answer between them, at a server that says that it is healthy
-_LONGEST_REST, _DOUBLINGS = 30.0, 10  # seconds; a rest doubles no more often
-_FEWER, _SHARE = 0.75, 16  # of the limit after a refusal; a round of answers adds one, or a sixteenth of the limit
+_LONGEST_REST, _DOUBLINGS = 30.0, 10  # seconds; the most times that a rest doubles
+_FEWER, _SHARE = 0.75, 16  # a refusal leaves 3/4 of the limit; a round of answers adds a call, or 1/16 of it
 
 
 @dataclasses.dataclass(eq=False)

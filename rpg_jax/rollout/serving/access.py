@@ -108,13 +108,13 @@ class Access:
             ) from error
 
     def grpc_credentials(self) -> grpc.ServerCredentials | None:
-        """TLS of a gRPC server. For a broken file, gRPC gives no reason; `tls` gives the reason."""
+        """TLS of a gRPC server; None without a certificate. Call `tls` first: it gives the reason for a broken file."""
         if self.certificate is None or self.private_key is None:
             return None
         return grpc.ssl_server_credentials([(Path(self.private_key).read_bytes(), Path(self.certificate).read_bytes())])
 
     def tls(self) -> ssl.SSLContext | None:
-        """TLS of an HTTP server. Raises ValueError if a file cannot be read."""
+        """TLS of an HTTP server; None without a certificate. Raises ValueError if a file cannot be read."""
         if self.certificate is None:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

@@ -79,7 +79,7 @@ class Admission:
       rollout: its driver serves the requests.
       codec: encodes and decodes text.
       sampling: the default of each parameter that a request does not set; its `max_tokens` is not used.
-      max_active: completions, and requests, served or queued at once; more are refused with RESOURCE_EXHAUSTED.
+      max_active: the most completions, and the most requests, at once. Further ones get RESOURCE_EXHAUSTED.
       disk: reads the folders of weights that clients name; None if clients may not replace the weights.
     """
 

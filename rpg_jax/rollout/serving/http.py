@@ -65,7 +65,7 @@ async def start(
     # aiohttp's timeout of a connection begins when it opens, and again after an answer; it ends with a request's head.
     options: dict[str, Any] = {"access_log": None, "keepalive_timeout": STALL_SECONDS}
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0, **options)
-    # What is no HTTP is answered with 400; aiohttp would also write a traceback of each.
+    # Bytes that are no HTTP are answered with 400; aiohttp would also write a traceback for each request.
     broken = HttpProcessingError, web.RequestPayloadError
     logging.getLogger("aiohttp.server").addFilter(lambda r: not (r.exc_info and isinstance(r.exc_info[1], broken)))
     await runner.setup()
@@ -94,7 +94,7 @@ def _guard(key: ApiKey | None) -> Middleware:
     """Refuses requests without the key before their body is read, and requests that a web page makes a browser send.
 
     A page's request names the page as its Origin. A page whose name leads here (DNS rebinding) has a foreign Host: a
-    server without a key answers under the names of the loopback interface alone. JSON is what no form of a page sends.
+    server without a key answers only to names of the loopback interface. Only JSON is taken: HTML forms send none.
     """
 
     @web.middleware
@@ -236,7 +236,7 @@ async def _body(request: web.Request) -> RequestFields:
     except TimeoutError:
         late = f"the body took longer than {STALL_SECONDS:g} s to arrive; send it at once"
         raise Refused(grpc.StatusCode.DEADLINE_EXCEEDED, late) from None
-    except web.RequestPayloadError as error:  # an encoding that its bytes do not have
+    except web.RequestPayloadError as error:  # its bytes do not have the encoding that the header names
         raise ValueError(f"the request cannot be read: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the request is not JSON: {error}") from None
