@@ -6,15 +6,14 @@
 
 JetStream's clients work against it. --http_port=8000 adds /v1/completions, /v1/chat/completions, /v1/models, /metrics
 and /health, which need aiohttp; docs/serving.md lists the fields of a request, and `evaluate --server` asks there. The
-server listens
-on the loopback interface. Another --host needs TLS, and an API key that clients send with every request:
+server listens on the loopback interface. Another --host needs TLS, and an API key that clients send with every request:
 --api_key_file, or the variable RPG_JAX_API_KEY. The variables RPG_JAX_CERTIFICATE and RPG_JAX_PRIVATE_KEY may hold the
 texts of the PEM files.
 
 Prompt and completion together may have as many tokens as the model has positions for (on a CPU at most 8192), or
---context. As many are decoded at a time as then fit: on a CPU into 1 GiB.
+--context. The server decodes as many completions at a time as fit the memory, or 1 GiB of it on a CPU.
 
-The third line is that of a server for a trainer with rollout.driver=servers: give it the trainer's own --config and
+The third line starts a server for a trainer with rollout.driver=servers: give it the trainer's own --config and
 overrides, and as FOLDER the trainer's servers.weights. The server may start before the trainer. With --idle it ends
 when the run is over; with --announce the trainer finds it (docs/servers.md).
 

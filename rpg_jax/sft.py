@@ -4,9 +4,9 @@
       --config.task.held_out_sets=mine=held_out.jsonl --config.warm_start.epochs=3 --out=sft
   python -m rpg_jax.train --config=configs/tiny.py --config.model.path=sft ...
 
-It learns the rows that have a `demonstration`, a `completion` or `messages`, by the fields of warm_start, and measures
-the loss on those of the held-out sets; where these have answers, accuracy too. The same command continues an
-interrupted run. --out receives the policy in Hugging Face layout. Inside a run of RL, warm_start.enabled does the same.
+It learns the rows that have a `demonstration`, a `completion` or `messages`, as the fields of warm_start say. It
+measures the loss on such rows of the held-out sets, and the accuracy on rows with answers. The same command continues
+an interrupted run. --out receives the policy in Hugging Face layout. In a run of RL, warm_start.enabled does the same.
 """
 
 import argparse

@@ -3,7 +3,7 @@
   python -m rpg_jax.bench step --preset=w1
   python -m rpg_jax.bench step --preset=w1 --beside=model.lora.rank=4 --beside=model.lora.rank=16
 
-One column for the config as given, and one for every --beside. All settings are on the devices together. Their updates
+The config as given has a column, and so has every --beside. All settings are on the devices together. Their updates
 take turns, and each round begins with another setting: a busy machine slows all alike. `seconds` is the median of
 --repeats updates after the first, with the least and the most; `of_first` is its ratio to the first column's.
 `cpu_seconds` is the median CPU time of this process, over its threads: what other processes take from a machine changes
@@ -13,11 +13,11 @@ or with the setting if that is not the first.
 `model_flops` are the mathematics on all devices, without recomputation and without the adapters' own products, and
 `share_of_peak` is their share of the bf16 peak of GPUs or TPUs. `program_flops` and `program_bytes` are of one device,
 counted in the compiled update, with what is computed again. XLA's own cost analysis counts a loop over layers once;
-here it counts once for each layer. Programs for GPUs hide their products in calls of libraries, so these two fields are
-not for them.
+here it counts once for each layer. Programs for GPUs hide their products in calls of libraries, so a GPU does not have
+these two fields.
 
 All bytes are of one device. `arguments_bytes` to `in_place_bytes` are the compiler's. `peak_bytes` is measured, of all
-settings so far; on CPU it is that of the process. `base_bytes` are frozen weights, `trained_bytes` weights or adapters,
+settings so far; on CPU it is the process's. `base_bytes` are frozen weights, `trained_bytes` weights or adapters,
 `slots_bytes` the optimizer's state. `sync_bytes` are what a weight sync brings to the rollout in its dtype. Where the
 dtype is the trainer's and all weights are trained, one device has them once, and a sync copies nothing.
 

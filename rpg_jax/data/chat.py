@@ -15,8 +15,8 @@ from jinja2.visitor import NodeTransformer
 SEEN = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
 """The keys of a message that a template sees."""
 STEPS = 100_000  # turns of loops and calls of a rendering: a conversation takes hundreds
-CHARACTERS = 10_000_000  # of a text
-_BITS = 4096  # of a whole number
+CHARACTERS = 10_000_000  # the longest text
+_BITS = 4096  # the largest whole number
 
 
 class ChatTemplate:

@@ -18,8 +18,8 @@ class Problem:
     """One prompt with its reference answer.
 
     Attributes:
-      prompt_id: stable index, below 2**31; the noise of a completion is folded from it, so it must not depend on
-        the order, the host or the number of problems asked for.
+      prompt_id: stable index, below 2**31. The random numbers of a completion depend on the index, so the index must
+        not depend on the order, the host or the number of problems asked for.
       prompt: text of the user's turn; without a chat template, the text that the policy continues.
       answer: reference answer, in the form that the verifier reads; empty for a row with a demonstration and no answer.
       source: name of the task or data set.
@@ -158,7 +158,7 @@ def strip_template(prompt: str) -> str:
 
 
 def rendered(problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True) -> str:
-    """The text that the policy continues: the prompt inside the tokenizer's chat template, if it has one."""
+    """The text that the policy continues: the prompt inside the tokenizer's `ChatTemplate`, if it has one."""
     messages = problem.opening
     if tokenizer.chat is None:
         return "\n\n".join(message["content"] for message in messages)
@@ -168,7 +168,7 @@ def rendered(problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True) -
 def encode_prompt(
     problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True, limit: int | None = None
 ) -> np.ndarray:
-    """Token ids i32[n] of the text that `rendered` makes of the prompt; with a `limit`, the last `limit` of them."""
+    """The token ids i32[n] of the `rendered` prompt. If there are more than `limit`: the last `limit` of the ids."""
     ids = np.asarray(tokenizer.encode(rendered(problem, tokenizer, thinking=thinking)), np.int32)
     return ids if limit is None else ids[-limit:]
 
@@ -178,8 +178,7 @@ def filter_length(
 ) -> tuple[list[Problem], list[Problem]]:
     """(problems whose prompts have at most `max_tokens` tokens, problems with longer prompts), both in order.
 
-    Raises:
-      ValueError: two problems share a `prompt_id`.
+    For `thinking` see `ChatTemplate`. Raises ValueError if two problems share a `prompt_id`.
     """
     fitting: list[Problem] = []
     longer: list[Problem] = []

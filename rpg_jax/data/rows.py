@@ -15,7 +15,7 @@ DEMONSTRATION_KEYS = ("demonstration", "completion")
 
 
 class BadRow(Exception):
-    """Why a row cannot be used; the message completes "file, row n: …"."""
+    """A row that cannot be used. The message is the reason; the reader puts "file, row n: " before it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +248,7 @@ def text_of(row: Mapping[str, Any], key: str) -> str:
 
 
 def whole_number_shape(row: Row) -> tuple[str, str]:
-    """(question, answer) under the usual keys. A whole number as answer has no decimals, as verifiers expect."""
+    """(question, answer) under `QUESTION_KEYS` and `ANSWER_KEYS`. The answer "7.0" becomes "7", as verifiers expect."""
     question, answer = first_text(row, "question", QUESTION_KEYS), first_text(row, "answer", ANSWER_KEYS)
     return question, answer.strip().removesuffix(".0")
 

@@ -105,7 +105,7 @@ def of_completions(divergence: str, source: str, **hyperparameters: float | str)
     """A row of RPG for completions: leave-one-out returns, a fixed reference, every completion with its token sum.
 
     Dynamic sampling is off: it drops groups whose rewards are equal, and the KL of these groups too. The unnormalized
-    divergences have no rows: the baseline takes their mass terms, so these rows already have their gradients.
+    divergences have no rows: the baseline removes their mass terms, so their gradients are those of these rows.
     """
     recipe: dict[str, Any] = {"estimator": "reinforce", "level": "sequence", "clip": "dual", "kl_coef": 0.1}
     return row(
@@ -137,7 +137,7 @@ COMPLETIONS = {
 
 
 def distilled(source: str, **hyperparameters: float | str) -> Method:
-    """A row of on-policy distillation: the KL to a teacher, β = 1, without a clip; the rewards are beside it.
+    """A row of on-policy distillation: the KL to a teacher with β = 1, without a clip, and the rewards.
 
     A run without rewards has `rewards.parts=exact:0`.
     """

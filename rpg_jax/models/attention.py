@@ -70,8 +70,8 @@ def attends(queries: jax.Array, keys: jax.Array) -> jax.Array:
 def chosen(dtype: jnp.dtype, length: int, head: int) -> str:
     """The meaning of "auto" for rows of `length` tokens and heads of `head` numbers.
 
-    cuDNN has bf16 and f16, heads of a multiple of 8 up to 128, and with a mask the gradient of rows of even length. It
-    needs compute capability 8.0: a T4 has 7.5, and AMD's capabilities are not numbers.
+    cuDNN takes bf16 and f16, and heads of a multiple of 8 up to 128; with a mask, its gradient needs an even length.
+    It needs compute capability 8.0: a T4 has 7.5, and AMD's capabilities are not numbers.
     """
     has_kernel = dtype in (jnp.bfloat16, jnp.float16) and length % 2 == 0 and head % 8 == 0 and head <= 128
     if platform() == "gpu" and has_kernel:
@@ -166,7 +166,7 @@ def decode_attention(
 
     Args:
       attend_length: a promise that no length is larger; without `ragged`, only so many tokens of a slot are read.
-      ragged: by a TPU kernel that reads only the filled part of each slot.
+      ragged: whether a TPU kernel attends, which reads only the filled part of each slot.
     """
     if ragged:
         return ragged_attention(cache.keys, cache.values, cache.lengths, cache.scales)

@@ -41,7 +41,7 @@ REMAT: dict[str, Callable | None] = {
 
 
 class Decoder(nnx.Module):
-    """Maps token ids to final-normed hidden states.
+    """Maps token ids to the hidden states after the final norm.
 
     Layers are stacked [L, ...] and scanned, so that compile time does not grow with L. Activations are in
     `compute_dtype`, and weights are cast to it where they are used. Norms, softmax and rotations are f32. Programs that
@@ -78,7 +78,7 @@ class Decoder(nnx.Module):
           positions: i32[B, T], from 0 in every segment.
           segment_ids: i32[B, T], 0 for padding.
           axes: the logical axes of `tokens`.
-          experts: [B, T, L, k], those of each token in each layer; None lets the routers choose. See `MoE.route`.
+          experts: [B, T, L, k], the experts of each token in each layer; None: the routers choose. See `MoE.route`.
         """
         return self._forward(tokens, positions, segment_ids, axes, experts)[0]
 
@@ -149,9 +149,9 @@ class Decoder(nnx.Module):
         Experts are numbered as in `routed`, and are None in a dense model.
 
         Args:
-          attend_length: a promise that no length is larger (static); only so many tokens of a slot are read.
-          active: bool[S]; the other slots keep their entries.
-          layers: the weights by `unstacked_layers`, for an unstacked cache. The layers are then not scanned, and
+          attend_length: static; the caller promises that no slot has more tokens. Only so many tokens are read.
+          active: bool[S]; a slot outside this mask keeps its entries.
+          layers: the result of `unstacked_layers`, for an unstacked cache. The layers are then not scanned, and
             `attend_length` counts the new token, too.
         """
         limit = cache.capacity if attend_length is None else attend_length

@@ -23,8 +23,8 @@ from rpg_jax.models.layers import llama3_divisors
 from rpg_jax.storage.files import cache_folder, write_atomically
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-_VERSION = 1  # of the folders that are kept; another number makes them anew
-_FILE_BYTES = 2**30  # of a file of weights
+_VERSION = 1  # version of the kept folders; with another number they are made again
+_FILE_BYTES = 2**30  # the most bytes of a file of weights
 _FIX = "take the model's folder in Hugging Face layout instead"
 _KNOWN = {
     *("vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length", "tensor_data_layout"),

@@ -15,7 +15,7 @@ FAMILIES = {
     "llama": "LlamaForCausalLM",
 }
 _EXTENSIONS: dict[str, type[Yarn] | type[Llama3]] = {"yarn": Yarn, "llama3": Llama3}
-_LLAMA_THETA = 1e4  # of Llama 2, whose older folders do not name it
+_LLAMA_THETA = 1e4  # theta of Llama 2, whose older folders do not name theta
 
 
 def read_config(folder: Path | str) -> DecoderConfig:

@@ -30,7 +30,7 @@ class Stored:
     """How one parameter is stored: one tensor for each index of its stacked axes (layer, expert).
 
     Attributes:
-      path: keys into the params tree.
+      path: the keys of the parameter in the params tree.
       shape: shape of the parameter; its first `stacked` axes are the stacked ones.
       name: name of a stored tensor, with a `{}` for each stacked index.
       groups: shape of a stored tensor; each of its dimensions flattens a group of parameter dimensions.
@@ -74,8 +74,8 @@ class Stored:
         return out
 
     def write(self, value: Array) -> Array:
-        """The stored tensors of the parameter, or of slices of it: [..., *tensor_shape], with the stacked axes as they
-        are. The value is NumPy's or JAX's."""
+        """The stored tensors [..., *tensor_shape] of the parameter `value`, or of slices of the parameter. The stacked
+        axes stay. The value is an array of NumPy or JAX."""
         lead = value.ndim - len(self.order)
         own = (lead + self.order.index(i) for i in range(len(self.order)))
         return value.transpose(*range(lead), *own).reshape(*value.shape[:lead], *self.tensor_shape)

@@ -31,7 +31,7 @@ _ROWS = 4096  # rows compared at a time
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a tensor's bytes are: a file, the first of them, and the dtype's name in safetensors."""
+    """Where a tensor's bytes are: a file, the place of the first byte, and the dtype's name in safetensors."""
 
     path: Path
     file: int
@@ -49,7 +49,10 @@ class _Place:
 
 
 class Folder(contextlib.ExitStack):
-    """The safetensors of a folder, the file `single` or as many as an index names, read slice by slice."""
+    """Opens the safetensors of a folder, to read slices of tensors: the files that its index names, or else `single`.
+
+    Another `single` than the default is read in any case. Raises ValueError if a file is missing or damaged.
+    """
 
     def __init__(self, path: Path | str, single: str = "model.safetensors"):
         super().__init__()
@@ -118,7 +121,7 @@ class InHostMemory:
 
     Attributes:
       tensors: [*stacked axes, *tensor_shape] of each parameter, by its path.
-      entries: how they are stored.
+      entries: how the parameters are stored.
     """
 
     tensors: Mapping[tuple[str, ...], np.ndarray]
@@ -129,7 +132,7 @@ class InHostMemory:
         return sum(array.nbytes for array in self.tensors.values())
 
     def placed(self, param_dtype: Any, shardings: Params) -> Params:
-        """The params on devices, as `load` returns them. Meanwhile, a device holds its shard of one parameter twice."""
+        """The weights on devices, as `load` returns them. For the cast, a device holds one parameter's shard twice."""
         where, found = flatten_dict(shardings), {}
         for entry in self.entries:
             sharding = where[entry.path]
@@ -184,7 +187,7 @@ def _named_in(index: Path) -> list[str]:
 
 
 def _check_tensors(files: Folder, stored: list[Stored], *, head_is_tied: bool = False) -> None:
-    """Raises ValueError unless a folder has the tensors of `stored`, and no others but the head of a tied model."""
+    """Raises ValueError unless a folder has the tensors of `stored` alone. A tied model may have an equal head, too."""
     found = files.shapes()
     needed = {name: entry.tensor_shape for entry in stored for _, name in entry.tensors()}
     if head_is_tied and "lm_head.weight" in found:
@@ -212,7 +215,10 @@ def _check_tied(files: Folder, found: dict[str, tuple[int, ...]]) -> None:
 def place_all(
     files: Folder, stored: list[Stored], dtype, shardings: Params | None, *, head_is_tied: bool = False
 ) -> dict[tuple[str, ...], jax.Array]:
-    """The parameters by their paths, under `shardings` as in `load`. Raises ValueError as `_check_tensors`."""
+    """The `stored` parameters in `dtype`, by their paths; `shardings` as in `load`. Raises as `_check_tensors` does.
+
+    With `head_is_tied` the output head is the embedding: the files need no head, or have an equal one.
+    """
     _check_tensors(files, stored, head_is_tied=head_is_tied)
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     where = flatten_dict(shardings) if shardings is not None else {entry.path: default for entry in stored}

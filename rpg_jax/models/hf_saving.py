@@ -40,7 +40,7 @@ class _Block:
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """Of the tensors, in the order in which the block has them."""
+        """The names of the block's tensors, in the order in which the block has them."""
         if not self.entry.stacked:
             return [self.entry.name]
         shape = (self.count, *self.entry.shape[1 : self.entry.stacked])
@@ -64,7 +64,7 @@ class Saving:
       dtype: of the weights in the folder.
       base: folder whose other config fields are taken over.
       fields: further fields of config.json, such as token ids.
-      head: with the head as a tensor of its own, also where it is the embedding.
+      head: whether the head is a tensor of its own even if it is the embedding.
       max_file_bytes: the most bytes of a file, unless one block is larger.
     """
 
@@ -132,10 +132,10 @@ class Saving:
         folder.mkdir(parents=True, exist_ok=True)
         for name, held in self._files[jax.process_index()].items():
             self._write_file(folder / name, held, itertools.islice(blocks, len(held)))
-        collections.deque(blocks, maxlen=0)  # the last blocks may be others', which all processes gather
+        collections.deque(blocks, maxlen=0)  # other processes may have the last blocks, which all processes gather
 
     def complete(self, folder: Path) -> None:
-        """Writes the index and then config.json: every process has written its files, and the folder is there."""
+        """Writes the index and then config.json. Call it when every process has written its files."""
         owner = {
             tensor: name
             for own in self._files

@@ -64,7 +64,7 @@ class KVCache:
 
     @classmethod
     def logical_axes(cls, *, int8: bool = False, layers: int = 0) -> KVCache:
-        """A cache with a tuple of logical axis names in place of each array. `layers` is of an unstacked cache."""
+        """A cache with logical axis names in place of each array. `layers`: the layers of an unstacked cache, or 0."""
         names: Any = (None, "slots", "kv_heads", None, None)
         scales = (names, names) if int8 else ()
         names = (names[1:],) * layers if layers else names

@@ -88,7 +88,7 @@ class Block(nnx.Module):
         self, x: jax.Array, table, attend: Callable, axes, recorded: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """The next x [B, T, D], this layer's k and v [B, T, K, H], and the experts that its tokens go to, i32[B, T, k],
-        or None without experts. `attend(q, k, v)` mixes tokens; `recorded` is of `MoE.route`."""
+        or None without experts. `attend(q, k, v)` mixes tokens. For `recorded` see `MoE.route`."""
         q, k, v = self.attention.project(rms_norm(x, self.attention_norm[...], self.eps), table, axes)
         x = constrain(x + self.attention.output(attend(q, k, v), axes), *axes, None)
         mixed, experts = self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), axes, recorded)

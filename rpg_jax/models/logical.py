@@ -69,7 +69,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def _device() -> Any:
-    """A device of the mesh in force, real or only described; without a mesh of the default backend."""
+    """A device of the mesh in force, real or only described. Without a mesh: a device of the default backend."""
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 

@@ -151,7 +151,7 @@ def merged(params: Params) -> Params:
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Fields that change what an adapter computes. It is W + (alpha / rank) A B with these values alone, the others off.
+# Fields that change what an adapter computes: W + (alpha / rank) A B if `_PLAIN` has these values and `_OFF` are off.
 _PLAIN = {"peft_type": "LORA", "bias": "none"}
 _OFF = (
     *("use_rslora", "use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out", "rank_pattern"),

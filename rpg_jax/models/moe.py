@@ -66,7 +66,7 @@ def _mix(x, weights, experts, gate, up, down, first=0) -> jax.Array:
     """The part f32[B, T, D] of the mixture from experts `first` to `first` + E - 1; gate is [E, D, F]."""
     held, k = gate.shape[0], experts.shape[-1]
     local = experts.reshape(-1) - first
-    local = jnp.where((local >= 0) & (local < held), local, held)  # pairs of experts that others hold sort to the end
+    local = jnp.where((local >= 0) & (local < held), local, held)  # pairs of other devices' experts sort to the end
     order = jnp.argsort(local, stable=True)
     sizes = jnp.bincount(local, length=held + 1)[:held]
     rows = x.reshape(-1, x.shape[-1])[order // k]
@@ -107,7 +107,7 @@ def grouped_product(
     Args:
       sizes: i32[E], number of rows of each group.
       dtype: of the result; None for the dtype of `rows`. Sums are f32.
-      megablox: by JAX's Pallas kernels for TPU, interpreted elsewhere; otherwise by `ragged_dot`. None: on a TPU.
+      megablox: use JAX's Pallas kernels for TPU, interpreted elsewhere; else `ragged_dot`. None: True on a TPU.
     """
     megablox = platform() == "tpu" if megablox is None else megablox
     dtype = jnp.dtype(dtype or rows.dtype)

@@ -1,7 +1,7 @@
 """Pallas TPU kernels of decoding: one-token attention over the filled part of a cache, and the write of a token.
 
 Both take the cache of all layers as it lies in memory. A slice of one layer would be a copy. A scatter would copy too,
-because XLA:TPU wants another layout for it. On other platforms than a TPU the kernels are interpreted, slowly.
+because XLA:TPU wants another layout for a scatter. On other platforms the kernels are interpreted, slowly.
 """
 
 import functools
@@ -18,7 +18,7 @@ from rpg_jax.models.logical import mesh_axes, multiplies_int8, partition_spec, p
 
 _MASKED = -1e30
 LANES = 128
-_BLOCK_BYTES = 2**17  # of a block's keys: it then takes about as long to arrive as its instructions
+_BLOCK_BYTES = 2**17  # of a block's keys: a block then arrives in about the time of its instructions
 _FLIGHT_BYTES = 2**21  # of blocks on their way to a core; assumed to hide HBM's latency, not measured
 _WRITTEN_BYTES = 2**19  # most keys that one grid step of a write moves, of several layers
 
@@ -39,7 +39,8 @@ def ragged_attention(
       scales: empty, or in an int8 cache f32[L, S, K, 1, C] of keys and of values.
 
     Raises:
-      ValueError: devices share the query heads, and neither their number nor that of key-value heads divides the other.
+      ValueError: devices share the query heads, and of the numbers of devices and key-value heads neither divides the
+        other.
     """
     _, _, K, H, capacity = keys.shape
     cuts = shards("heads")
@@ -98,7 +99,7 @@ def _block(numbers: int, width: int, capacity: int) -> int:
     """Positions of a block, whose keys have `numbers` of `width` bytes each: a divisor of the capacity.
 
     A slot reads half a block too much in the mean, and every block costs instructions. `docs/performance.md` has the
-    cycles of both by the compiler's listing. int8 arrives twice as fast, so its blocks have more.
+    cycles of both by the compiler's listing. int8 arrives twice as fast, so its blocks have more positions.
     """
     least = _BLOCK_BYTES if width > 1 else 2 * _BLOCK_BYTES
     fitting = max(512 // width, least // (numbers * width))

@@ -136,8 +136,8 @@ def size(name: str) -> DecoderConfig:
 
 
 def hub_address(name: str) -> str:
-    """The repository OWNER/NAME of a published size on the Hugging Face hub; of SmolLM2 the one that follows
-    instructions, which the configs train. Raises ValueError as `size` does."""
+    """The repository OWNER/NAME of a published size on the Hugging Face hub. For SmolLM2 it is the repository of the
+    instruct model, which the configs train. Raises ValueError as `size` does."""
     size(name)
     name = next(known for known in SIZES if known.lower() == name.lower())
     places = {"SmolLM2": f"HuggingFaceTB/{name}-Instruct", "Llama": f"meta-llama/{name}"}

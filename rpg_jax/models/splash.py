@@ -49,7 +49,7 @@ def splash_attention(
     k, v = (jnp.repeat(x, head_shards // math.gcd(x.shape[2], head_shards), axis=2) for x in (k, v))
     q_spec = partition_spec(axes[0], axes[1], "heads", None)
     kv_spec = partition_spec(axes[0], None, "heads", None)
-    assert q_spec is not None  # as `rows` is not
+    assert q_spec is not None  # there are rules: without them `rows` would be None
     mesh = jax.sharding.get_abstract_mesh()
     kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(q_spec[2], q_spec[1])))
     specs = (kernel_spec, q_spec, kv_spec, kv_spec, rows, partition_spec(axes[0], None))
@@ -80,8 +80,8 @@ def _skipping(kernel, q_segments: jax.Array, kv_segments: jax.Array):
     causal = kernel.fwd_mask_info
     needed = needed_blocks(causal.q_sequence, q_segments, kv_segments, len(kv_segments) // causal.block_mask.shape[-1])
     nq, nk = needed.shape
-    # A skipped step fetches for the next one that is not: along the keys, then along the queries; for the gradients of
-    # keys and values along the queries.
+    # A skipped step fetches the block of the next step that is not skipped: of keys, with the steps row by row. For the
+    # gradients of keys and values it is a block of queries, with the steps of one block of keys.
     step = jnp.where(needed, jnp.arange(nq * nk).reshape(nq, nk), nq * nk).ravel()
     after = jax.lax.cummin(step, reverse=True)
     of_keys = (jnp.where(after < nq * nk, after, after[0]) % nk).reshape(nq, nk)

@@ -154,7 +154,7 @@ def _summed(path: tuple[Any, ...], weight: Any) -> tuple[int, ...] | None:
     return _CONTRACTED.get(getattr(path[-1], "key", "")) if weight.ndim > 2 else None
 
 
-_TRUNCATED_STD = 0.87962566103423978  # of a standard normal truncated to [-2, 2]
+_TRUNCATED_STD = 0.87962566103423978  # standard deviation of a standard normal that is truncated to [-2, 2]
 
 
 class Declare:

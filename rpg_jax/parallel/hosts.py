@@ -59,7 +59,7 @@ class Failure(NamedTuple):
 
 
 def publish_failure(reason: str, code: int) -> None:
-    """Tells all processes that this process has failed, unless another process has failed first."""
+    """Tells all processes that this one ends with exit code `code` because of `reason`, unless another failed first."""
     failure = Failure(distributed.global_state.process_id, socket.gethostname(), reason, code)
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # the key exists, or the service has gone
         _service().key_value_set(_FAILURE, json.dumps(failure))
@@ -141,7 +141,7 @@ class Exchange:
 
     def __init__(self) -> None:
         self._keys, self._rounds = f"rpg_jax/exchange {next(_exchanges)}", itertools.count()
-        self._spent: list[str] = []  # keys of this process that others may still read
+        self._spent: list[str] = []  # keys of this process that other processes may still read
 
     def all_gather_bytes(self, value: bytes) -> list[bytes]:
         """The `value` of every process, in the order of the processes. Lengths may differ."""
@@ -156,7 +156,7 @@ class Exchange:
         found = [
             value if process == own else _read(client, f"{keys}/{process}") for process in range(jax.process_count())
         ]
-        # Who has all values of this call knows that all have begun it, and so that nobody reads those of the last one.
+        # This process has a value of this call from every process. So every process has ended the call before.
         for key in self._spent:
             client.key_value_delete(key)
         self._spent = mine
@@ -164,7 +164,7 @@ class Exchange:
 
 
 _exchanges = itertools.count()
-_main = Exchange()  # of the main threads
+_main = Exchange()  # the exchange of the main threads
 
 
 def _read(client: Any, prefix: str) -> bytes:

@@ -29,8 +29,8 @@ RULES: Rules = MappingProxyType(
         "experts": "expert",
         "router": None,
         "norm": None,
-        # Rows and positions of a training batch, and the rows of a decode step. Those of a prefill are few, and on
-        # every device.
+        # Rows and positions of a training batch, and the rows of a decode step. The rows of a prefill are few, and are
+        # whole on every device.
         "batch": ("replica", "fsdp", "expert"),
         "length": "context",
         "slots": ("replica", "fsdp", "expert"),
@@ -40,7 +40,7 @@ RULES: Rules = MappingProxyType(
 _SUMMED = ("vocab", "heads", "hidden")  # a device computes its part of a sum over these, for its tokens
 _TOKENS = ("batch", "length", "slots")
 
-# The caches of jax.jit do not know Flax's rules, under which a program is traced. They do know this.
+# The caches of jax.jit do not know under which of Flax's rules a program was traced. They know this context.
 _IN_FORCE = jax.make_user_context()
 
 

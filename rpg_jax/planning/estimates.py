@@ -65,7 +65,7 @@ def _sampling(layout: Layout, decoding: Decoding, flops: Mapping[str, float]) ->
     tensor, fsdp, layers = mesh.shape["tensor"], mesh.shape["fsdp"], model.num_layers
     weights = memory.bytes_on_a_device(memory.decoding_params(layout, decoding))
     cache, copies = memory.cache_bytes(model, decoding), mesh.size // (tensor * mesh.shape["expert"])
-    own = slots / copies  # of a copy
+    own = slots / copies  # slots of a copy
     logits = 4 * own * model.vocab_size
     split, share = tensor > 1, (tensor - 1) / tensor
     summed = (2 * layers + 1) * 2 * model.embed_dim * 2 * share  # bytes for each token

@@ -49,7 +49,7 @@ class Work:
         The counts of programs have attention over whole rows.
       evaluations: evaluations of the run.
       evaluated: (problems, completions of each problem) of an evaluation.
-      exchanged: bytes of the groups of a step that every host receives from the others; 0 with one host.
+      exchanged: bytes of a step's groups that every host receives from the other hosts; 0 with one host.
       synced: bytes of the weights that servers load.
     """
 

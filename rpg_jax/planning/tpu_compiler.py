@@ -47,7 +47,7 @@ def get() -> str:
     shutil.rmtree(part, ignore_errors=True)
     if subprocess.run([*pip, f"--target={part}", requirement()]).returncode:
         raise ValueError(f"{requirement()} cannot be installed into {home}: pip says why above")
-    for old in home.parent.iterdir():  # of other versions of JAX
+    for old in home.parent.iterdir():  # compilers for other versions of JAX
         if old != part:
             shutil.rmtree(old)
     part.rename(home)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # matplotlib takes a second to import: a run loads it when it
     from matplotlib.figure import Figure
 
 INK, MUTED, GRID = "#222222", "#767676", "#e6e6e6"
-RAW, LINE, HELD_OUT = "#b9cde4", "#2a6db0", "#d1495b"  # of the curves of a run
+RAW, LINE, HELD_OUT = "#b9cde4", "#2a6db0", "#d1495b"  # colours of the curves of a run
 COLOURS = ("#2a6db0", "#d1495b", "#2e8b57", "#e09f3e", "#7b4ea3", "#4a4a4a", "#17a2a2", "#b5651d", "#9a9a9a", "#e377c2")
 
 
@@ -49,12 +49,12 @@ PANELS = (
     Panel("KL to the reference", "millinats per token", "kl", 1000),
     Panel("Clipped", "% of trained tokens", "clip_fraction", 100),
 )
-CONVERSATION_PANELS = (  # of a run with an environment, beside the others
+CONVERSATION_PANELS = (  # further panels of a run with an environment
     Panel("Turns", "mean per conversation", "turns"),
     Panel("Observations", "tokens per conversation", "observed_length"),
     Panel("Environment failures", "% of conversations", "environment_failed", 100),
 )
-SUPERVISED_PANELS = (  # of a run on demonstrations
+SUPERVISED_PANELS = (  # the panels of a run on demonstrations
     Panel("Loss", "nats per token", "nll", held_out="held_out_nll"),
     Panel("Accuracy", "% of completions", "", 100, held_out="eval/accuracy", limits=(0, 102)),
     Panel("Passes", "over the demonstrations", "epoch"),
@@ -62,7 +62,7 @@ SUPERVISED_PANELS = (  # of a run on demonstrations
     Panel("Learning rate", "", "learning_rate"),
     Panel("Speed", "trained tokens per second", "tokens_per_second"),
 )
-TABLE_PANELS = (  # of a table of runs; also the columns of its table of training
+TABLE_PANELS = (  # the panels of a table of runs, and the columns of its table of training
     Panel("Training accuracy", "%", "accuracy", 100),
     Panel("Entropy", "nats per token", "entropy"),
     Panel("KL to the behaviour policy", "millinats per token", "behaviour_forward_kl_k1", 1000),
@@ -70,11 +70,11 @@ TABLE_PANELS = (  # of a table of runs; also the columns of its table of trainin
     Panel("Clipped tokens", "%", "clip_fraction", 100),
     Panel("KL term's share of the gradient", "%", "kl_gradient_share", 100),
 )
-DRIFT_PANELS = (  # of each held-out set, where a run measured its drift
+DRIFT_PANELS = (  # the panels of each held-out set, where a run measured its drift
     Panel("accuracy", "%", "mean_at_k", 100),
     Panel("entropy", "nats per token", "entropy"),
     Panel("length", "tokens", "completion_length"),
-    Panel("KL to the initial policy", "nats", "initial_kl"),  # of completions
+    Panel("KL to the initial policy", "nats", "initial_kl"),  # a KL of completions, not of tokens
 )
 
 
@@ -169,10 +169,7 @@ def draw_curves(run_dir: Path) -> Path:
     """Draws `curves.png` of a run folder from its `metrics.jsonl` and returns its path.
 
     Raw values are thin lines, their centred moving averages are bold, held-out evaluations are markers. The panel of a
-    metric that the run does not have stays empty.
-
-    Raises:
-      ValueError: the folder has no step.
+    metric that the run does not have stays empty. Raises ValueError if the run has no step.
     """
     records = read_metrics(run_dir)
     if not records:

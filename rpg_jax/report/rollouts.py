@@ -22,7 +22,7 @@ import numpy as np
 # The numbers of a token; all but the advantage are in nats. `gap` is log π_old − log π_s, `ratio` log π_θ − log π_old,
 # `reference` log π_θ − log π_ref.
 NUMBERS = ("behaviour", "gap", "ratio", "reference", "kl", "entropy", "advantage")
-STEP = re.compile("[0-9]{1,15}")  # the name of a rollout file; others in the folder are a person's own
+STEP = re.compile("[0-9]{1,15}")  # the name of a rollout file; other files in the folder are a person's own
 MOST_BYTES = 2**28  # of a file in memory: 6 million tokens
 
 
@@ -61,11 +61,7 @@ class Rollouts:
 
     @classmethod
     def read(cls, file: Path) -> Rollouts:
-        """Reads a file.
-
-        Raises:
-          ValueError: the file is not a whole rollout file; the message names the file.
-        """
+        """Reads a file. Raises ValueError, which names the file, if the file is not a whole rollout file."""
         try:
             with zipfile.ZipFile(file) as packed:  # a small file may unpack to any size
                 if sum(member.file_size for member in packed.infolist()) > MOST_BYTES:

@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 from rpg_jax.storage.json_files import read_bytes, read_if_there
 
 INPUTS = "inputs.json"
-START = "weights before the first step"  # in INPUTS
-HELD_OUT = ("task, held out", "task.held_out_sets")  # in INPUTS, before the name of a set
-PARENT = "begun from"  # in INPUTS of a branch: the run and the step, as runs/A@100
+START = "weights before the first step"  # key in INPUTS
+HELD_OUT = ("task, held out", "task.held_out_sets")  # keys in INPUTS, before the name of a set
+PARENT = "begun from"  # key in INPUTS of a branch: the run and the step, as runs/A@100
 
 Record = Mapping[str, Any]  # the metrics of a step
 Scores = dict[str, dict[str, float]]  # {set: {quantity of `QUANTITIES`, or `step`: value}} of a run
 QUANTITIES = ("last", "best", "pass")
 _MOST_BYTES = 2**30  # of metrics.jsonl or samples.jsonl
-_LARGEST = 1e30  # of a metric
+_LARGEST = 1e30  # the largest absolute value of a metric
 
 
 class Line(NamedTuple):

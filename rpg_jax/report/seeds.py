@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-SEEDS_TO_RANK = 3  # of two seeds, the 95 % interval is 12.7 standard errors to either side
+SEEDS_TO_RANK = 3  # with two seeds the 95 % interval is 12.7 standard errors to either side
 
 
 @dataclasses.dataclass(frozen=True)

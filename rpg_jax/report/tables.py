@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Runs that differ in their seeds alone; the label distinguishes the config from others."""
+    """Runs that differ only in their seeds; the label distinguishes the config from the other configs."""
 
     label: str
     runs: Sequence[Run]

@@ -28,10 +28,7 @@ HEADS = {"last": "Last", "best": "Best", "pass": "pass@k"}
 def write_page(results: Results, folder: Path) -> Path:
     """Writes the page of a table, NAME.md, and its figures NAME*.png into `folder`; returns the path of the page.
 
-    NAME is `results.name`. Equal results give equal pages.
-
-    Raises:
-      ValueError: no run has a score yet.
+    NAME is `results.name`. Equal results give equal pages. Raises ValueError if no run has a score yet.
     """
     scores: ScoresOfRows = {}
     for run in results.runs:

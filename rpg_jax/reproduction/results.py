@@ -100,11 +100,7 @@ def save(results: Results, path: Path) -> None:
 
 
 def load(path: Path) -> Results:
-    """Reads what `save` wrote.
-
-    Raises:
-      ValueError: there is no such file, or it is of another kind.
-    """
+    """Reads the results that `save` wrote. Raises ValueError if there is no such file, or if the file is no results."""
     try:
         return _unpacked(json.loads(gzip.decompress(path.read_bytes())))
     except FileNotFoundError:

@@ -66,7 +66,7 @@ def make_table(name: str, table: Table, options: TableOptions) -> tuple[Path, di
       ValueError: a run would be refused, a reported seed is also one of the scan, the runs of `options.kept` do not fit
         the others, or no run has a score.
     """
-    jax.config.update("jax_platforms", "cpu")  # of this process: the accelerator belongs to the runs
+    jax.config.update("jax_platforms", "cpu")  # for this process: the accelerator belongs to the runs
     check_table(table, options.extra)
     kept = results.load(options.kept) if options.kept else None
     if kept:
@@ -126,7 +126,7 @@ def quick_rows(table: Table) -> list[str]:
 def _scan(
     name: str, table: Table, options: TableOptions, kept: Results | None
 ) -> tuple[Results | None, dict[str, Path]]:
-    """Returns (the runs that choose the learning rates, or None if none do; the logs of those runs that failed)."""
+    """Returns (the runs that choose the learning rates, or None without such runs; the logs of the failed runs)."""
     if not table.rates or not options.scan:
         return None, {}
     if shared := sorted({*table.scan_seeds} & {*options.seeds}):

@@ -73,12 +73,12 @@ def _watch(child: int, trainer: int, namespace: bool) -> NoReturn:
             break
         code = _reap(child)
     if namespace and code is None:
-        os.kill(child, signal.SIGKILL)  # process 1
+        os.kill(child, signal.SIGKILL)  # process 1 of the namespace: its end ends all the others
     while True:
         for pid in _children() if not namespace else ():
             os.kill(pid, signal.SIGKILL)
         try:
-            os.wait()  # then the children of what has ended are children of this process
+            os.wait()  # the children of a process that has ended are now this process's
         except ChildProcessError:
             os._exit(128 + signal.SIGKILL if code is None else code)
 

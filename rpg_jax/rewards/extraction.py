@@ -128,7 +128,7 @@ _OF_VERIFIER: dict[str, Callable[[str], str | None]] = {
 
 MOST_COMPARED = 32
 """The verifier compares this many spellings of a problem's answer, the most frequent: at most 496 pairs a problem."""
-_MOST_FAILURES = 2  # of an answer: an answer that hangs every comparison costs two deadlines, not 31
+_MOST_FAILURES = 2  # failed comparisons of an answer: one that hangs each time costs 2 deadlines, not 31
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,8 +27,8 @@ PROMPT = (
     "Question:\n{prompt}\n\nReference answer:\n{answer}\n\nAnswer to grade:\n{completion}\n\n"
     "Grade the answer. End with a line that holds one number only, from 0 (wrong) to {scale} (right)."
 )
-ATTEMPTS = 4  # of a request
-REMEMBERED = 100_000  # verdicts
+ATTEMPTS = 4  # to send a request
+REMEMBERED = 100_000  # scores
 KEY_VARIABLE = "JUDGE_API_KEY"  # the environment variable with the server's API key, if it has one
 _MOST_BYTES = 2**22  # of a reply
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)

@@ -22,7 +22,7 @@ from rpg_jax.rewards import descendants
 from rpg_jax.rewards.verdicts import KINDS, LARGEST_OBJECT, Task, Verdict, checked
 
 STARTUP_S = 120.0
-_STARTS = 4  # of a process that ends before it is ready, as the kernel ends one where memory is short
+_STARTS = 4  # starts of a process that ends before it is ready, for example for lack of memory
 _MAX_VERDICT_BYTES = {"score": 4096, "object": LARGEST_OBJECT + 4096}
 
 
@@ -100,7 +100,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
 
     def _run(self, tasks: Sequence[Task]) -> list[Verdict]:
         for i, process in enumerate(self._processes):
-            if process.task_id is not None:  # of an earlier call that was interrupted
+            if process.task_id is not None:  # an earlier call was interrupted
                 self._replace(i, "rebuilt")
         waiting = _Waiting(tasks, len(self._processes))
         verdicts: list[Verdict | None] = [None] * len(tasks)

@@ -17,9 +17,9 @@ CHANCE = frozenset({"timeout", "crash", "memory", "unreachable", "status"})
 
 Under the other kinds a completion is wrong: its text made the function raise, return no score, or try what is
 forbidden."""
-LARGEST = 1e6  # of a score's absolute value: sums over a group and their squares stay far inside float32
+LARGEST = 1e6  # the largest |score|: sums over a group and their squares stay far inside float32
 LARGEST_OBJECT = 2**20  # bytes of an object's JSON
-_FIRST_PROBLEMS = 16  # with fewer, all may happen to be problems that a verifier or an environment cannot read
+_FIRST_PROBLEMS = 16  # of fewer, all may by chance be unreadable for a verifier or an environment
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,7 +60,7 @@ def _keep_every_program() -> None:
 
     A program's key holds the devices that run it, so the processes of a run share no keys, and all but process 0 would
     compile everything at each start. The function of JAX that writes gets process number 0 in place of its own. The
-    function is private to JAX: where a version has none of the name, process 0 alone writes.
+    function is private to JAX: in a version of JAX without this function, process 0 alone writes.
     """
     compiler: Any = sys.modules.get("jax._src.compiler")
     first = types.SimpleNamespace(global_state=types.SimpleNamespace(process_id=0))
@@ -71,8 +71,8 @@ def _keep_every_program() -> None:
 def fail(reason: str, code: int) -> None:
     """Ends this process of a run of several with exit code `code`. The others print the reason and end with this code.
 
-    A process that has not joined the others joins them first: they would wait for it for half an hour. Where several
-    fail at once, all end with the code of one of them. Returns if the run has one process.
+    A process that has not joined the others joins them first: else they would wait for half an hour. If several fail at
+    once, all end with the code of one failure. Returns if the run has one process.
     """
     try:
         if not jax.distributed.is_initialized():

@@ -30,7 +30,7 @@ from rpg_jax.training.collect import UNKNOWN_SHARE
 from rpg_jax.training.state import abstract
 
 UNKNOWN_MEMORY_SLOTS = 128  # over all devices that decode together
-LEFT_FREE = 1 / 16  # of a device: prefilled prompts that wait, temporaries, gaps
+LEFT_FREE = 1 / 16  # share of a device for prefilled prompts that wait, temporaries and gaps
 _LOGITS = 4  # arrays f32[slots, vocabulary] at the peak of a decode step
 _TILE = 16  # slots of a copy: rows of a bf16 tile
 
@@ -237,9 +237,9 @@ def _mesh(devices: Sequence[jax.Device], **sizes: int) -> Mesh:
     return Mesh(np.array(devices).reshape(shape), parallel.MESH_AXES, axis_types=(AxisType.Auto,) * len(shape))
 
 
-TRUSTED = 0.8  # of a device's memory for training: a compiler also needs room for what the arithmetic leaves out
-_EMPTY = 1 / 8  # of an update's packed rows, at most
-_TOKENS = 8192  # of packed rows that a device is given at once; more saves gathers, and costs more in empty rows
+TRUSTED = 0.8  # share of a device's memory that the arithmetic may fill in training: a compiler needs more
+_EMPTY = 1 / 8  # the largest share of an update's packed rows that may be empty
+_TOKENS = 8192  # tokens of packed rows on a device at once; more save gathers, and cost more in empty rows
 
 
 def with_micro_batch(layout: Layout) -> Layout:
@@ -371,7 +371,7 @@ def _sizes(layout: Layout) -> Iterator[int]:
 def _kept(model: DecoderConfig, remat: str) -> float:
     """Activations of a token that wait in a layer for the backward pass.
 
-    With "none" the results between the matrix products wait too, some of them in f32. Their number is that of one
+    With "none" the results between the matrix products wait too, some of them in f32. This number is fitted to one
     compiled update of Qwen3-4B, in rows of 10,240 tokens on v5p:4x4x4: 87 thousand.
     """
     heads, pairs = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim

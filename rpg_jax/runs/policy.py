@@ -60,9 +60,9 @@ class Sample(NamedTuple):
 
 
 _CACHE = 4 << 30  # bytes of keys and values on a device, at most
-_ROWS = 4  # of a device in one pass of `Policy.logprobs`
+_ROWS = 4  # rows of a device in one pass of `Policy.logprobs`
 _ROW = 512  # tokens of a row that completions share, unless one completion needs more
-_MULTIPLE = 128  # of the tokens of a row: few shapes are compiled, and every kernel takes them
+_MULTIPLE = 128  # the tokens of a row are a multiple: few shapes to compile, and all kernels take it
 
 
 def _shape(groups: Sequence[data.Example], layout: Layout) -> data.RowShape:

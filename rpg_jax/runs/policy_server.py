@@ -71,7 +71,7 @@ def _opened(options: argparse.Namespace, loaded: config_files.Loaded | None) -> 
     model = loaded.config.model
     if options.model and "model.compute_dtype" not in loaded.overrides:
         loaded.config.model.compute_dtype = fast_dtype()[0]
-    trains_tokenizer = not (model.tokenizer or model.path)  # on the problems' text
+    trains_tokenizer = not (model.tokenizer or model.path)  # from the text of the problems
     with tempfile.TemporaryDirectory() as scratch:
         served = policy.of_config(loaded.config, Path(scratch), changes=_CHANGES, held_out=trains_tokenizer)
     return served, model.path or "random weights"

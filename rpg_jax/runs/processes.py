@@ -156,7 +156,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Inside the block, SIGTERM and SIGINT ask the run to end. Outside the main thread, it changes nothing."""
+        """Inside the block, SIGTERM and SIGINT ask the run to end. Called outside the main thread, it does nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return

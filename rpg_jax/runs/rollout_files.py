@@ -41,7 +41,7 @@ from rpg_jax.storage import write_atomically
 from rpg_jax.training.state import TrainState
 from rpg_jax.types import Batch, Completion, Rows
 
-FOLDER = "rollouts"  # of a run folder
+FOLDER = "rollouts"  # the subfolder of a run
 # `logprobs`, `entropy`, `kl` (k₃ estimate of KL(π_θ‖π_ref)) and `clip` are of the weights after the step's last update.
 # `clip` is the number of one of `CLIP_STATES`: what the loss would do to the token if it were trained again. For this
 # answer the k₃ estimate stands in for a KL that the loss sums over the vocabulary.

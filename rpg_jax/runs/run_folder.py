@@ -47,7 +47,7 @@ _MAY_CHANGE = (
     *("train.steps", "warm_start.dir", "rollout.max_sampler_gap"),
 )
 START_FROM = "run.start_from"  # of the section `run` this field alone decides numbers
-# Without a value, a run is what the versions without the field made.
+# An older run without one of these fields is a run in which the field has no value.
 _AS_BEFORE = (
     *(START_FROM, "reference.path", "model.replay_experts", "rehearsal.path", "rehearsal.coef"),
     "rollout.partial_tokens",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 Rows = Iterable[Row] | str | PathLike[str]
 Reward = Callable[..., Any] | str
-_FOLDER = "rows"  # of `run.dir`: the rows that programs have handed over
+_FOLDER = "rows"  # the subfolder of `run.dir` with the rows that programs have handed over
 
 
 @dataclasses.dataclass(frozen=True)

@@ -204,9 +204,9 @@ def cache_key(config: ConfigDict, read: Mapping[str, str]) -> str:
     parts |= {"max_tokens": config.rollout.max_tokens, "evaluation": config.evaluation.to_dict()}
     parts |= {"packed_length": config.train.packed_length, "read": dict(read)}
     if config.environment.name:
-        asked = ("name", "options", "max_turns", "turn_tokens")  # in which process it runs does not count
+        asked = ("name", "options", "max_turns", "turn_tokens")  # the place where an environment runs does not count
         parts["environment"] = {name: config.environment[name] for name in asked}
-    r = config.rewards  # they decide the accuracy at which it stops
+    r = config.rewards  # rewards decide the accuracy at which a warm start stops
     if (judged := [r.parts or "exact", r.accuracy, r.right_above]) != ["exact", None, None]:
         parts["rewards"] = [*judged, code_digests(config)]
     apart = {

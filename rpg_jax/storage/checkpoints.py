@@ -62,14 +62,14 @@ class Checkpoints:
         made = ocp.CheckpointManagerOptions(**options)
         self._manager = self._opened(lambda: ocp.CheckpointManager(self._directory, options=made))
         self._half_written = errors.retried(lambda: _half_written(self._directory), self._directory)
-        self._last: tuple[int, Tree, dict[str, Any]] | None = None  # of the save that may still be under way
+        self._last: tuple[int, Tree, dict[str, Any]] | None = None  # the save that may still be under way
         for path in self._half_written:
             _say(f"{path} is half-written: it is not used, and is deleted once there is a newer checkpoint")
 
     def _opened(self, make: Callable[[], ocp.CheckpointManager]) -> ocp.CheckpointManager:
         if jax.process_count() == 1:
             return errors.retried(make, self._directory)
-        return make()  # it has barriers, which hosts that begin again would miss
+        return make()  # no second try: `make` has barriers, which hosts that begin again would miss
 
     def latest_step(self) -> int | None:
         """The newest step of a checkpoint on disk, whether it is damaged or not; None if there is no checkpoint."""

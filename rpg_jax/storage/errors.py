@@ -185,7 +185,7 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        if (answer := getattr(error, "response", None)) is not None:  # of requests and of the hub's client
+        if (answer := getattr(error, "response", None)) is not None:  # an error of requests or of the hub's client
             yield _Answer(getattr(answer, "status_code", None))
         error = error.__cause__ or error.__context__
 

@@ -111,7 +111,7 @@ def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], obj
     """Replaces the file at `path` in one step, so that nobody ever reads half of a file.
 
     If `content` is a function, it receives the open file and writes to the file. A link at `path` is replaced.
-    The file never has more permissions than `mode`, and those that the umask forbids are left out.
+    The file never has more permissions than `mode` and the umask allow.
 
     Raises ValueError if `path` is a device, a pipe or a folder.
     """

@@ -43,7 +43,7 @@ from rpg_jax.parallel import hosts
 from rpg_jax.storage.files import absolute, in_bucket
 from rpg_jax.types import Completion, Turns
 
-_FLUSH_SECONDS = 10.0  # of a bucket
+_FLUSH_SECONDS = 10.0  # between two objects in a bucket
 _FLUSH_BYTES = 1 << 26
 _WAITING = 4096  # groups; more of them wait only if a write hangs
 _CLOSE_SECONDS = 30.0
@@ -221,7 +221,7 @@ class _Writer:
 
     def _write(self, folder: epath.Path, content: bytes) -> None:
         host = jax.process_index()
-        if self._remote:  # objects cannot be appended to; the time keeps those of an earlier process
+        if self._remote:  # objects cannot grow: each has a new name, by the time
             (folder / f"{host}-{time.time_ns()}.groups").write_bytes(content)
             return
         folder.mkdir(parents=True, exist_ok=True)

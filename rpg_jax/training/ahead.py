@@ -16,7 +16,7 @@ by a transfer; completions pass on the host.
 
 A checkpoint waits for the batches under way and stores them with the groups carried over. A resumed run trains them,
 and is the same run. A run that is made longer later differs from a run that was long from the start: nothing is sampled
-beyond the last step, so its first new batches come from newer weights.
+beyond the last step, so the first batches of the longer part come from newer weights.
 """
 
 import contextlib

@@ -16,8 +16,8 @@ from rpg_jax.rollout import Rollout
 UNKNOWN_SHARE = 0.5
 """The share of informative groups that is assumed before a run has generated a group."""
 
-_DEVIATIONS = 2.0  # a batch that is just large enough in the mean is too small every second time
-_LARGEST = 10  # in units of prompts_per_step; a small share of informative groups is not known well
+_DEVIATIONS = 2.0  # without it, every second batch would be too small
+_LARGEST = 10  # in units of prompts_per_step: an estimate of a small share may be far off
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +234,7 @@ class Sampled:
     Attributes:
       collected: the groups of the step, sorted by what the step does with each group.
       errors: failed verdicts by kind.
-      trained: the groups to train now, with behaviour log-probs where the trainer cannot compute them.
+      trained: the groups to train now. Tokens that earlier weights sampled have their behaviour log-probs.
       to_carry: the groups whose behaviour log-probs the trainer must note before it updates the weights.
       staleness: metrics of the age of the weights that sampled the groups.
     """

@@ -15,7 +15,7 @@ from rpg_jax.training.policy_logprobs import completion_hidden
 from rpg_jax.types import Batch, Rows
 
 _HEAD, _OUTPUT = "value", "lm_head"  # entries of parameter trees: a critic has the first, a policy the second
-_WEIGHT = 0.5  # of the value loss; with Adam it changes only when the gradient is clipped
+_WEIGHT = 0.5  # of the value loss; with Adam it matters only where the gradient is clipped
 
 
 @flax.struct.dataclass

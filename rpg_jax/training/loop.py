@@ -48,7 +48,7 @@ class Algorithm:
       after_updates: called with the step's number, batch and state while the batch exists; None for no call.
       is_recorded: whether `after_updates` reads the batch of a step.
       fault: (number, metrics, metrics of each update) -> the reason to stop the run after this step, or None; see
-        `measures.Guard`. It is asked before the rollout gets the weights.
+        `measures.Guard`. It is called before the rollout gets the weights.
     """
 
     collector: Collector
@@ -70,7 +70,7 @@ class Algorithm:
     fault: Callable[[int, Mapping[str, float], Sequence[Mapping[str, float]]], str | None] = lambda *_: None
 
     def logprobs(self, params: Any, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Log-probs and entropies f32[B, C] of a micro-batch, and its experts [B, C, L, k]."""
+        """Log-probs and entropies f32[B, C] of a micro-batch, and its experts [B, C, L, k] (None in a dense model)."""
         beat()
         return self.programs.logprobs(params, rows)
 

@@ -89,7 +89,7 @@ def step_metrics(
     clock: Clock,
     parts: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """The metrics of a step from the sums of its updates and the groups that it sampled; `parts` has reward weights.
+    """The metrics of a step, from the sums of its updates and its groups. `parts` has the weights of reward parts.
 
     `sampler_gap` is absent if the trainer has no log-probs of the weights that sampled the step's tokens.
     """
@@ -222,7 +222,10 @@ class Guard:
             )
 
     def fault(self, step: int, values: Mapping[str, float], updates: Sequence[Mapping[str, float]]) -> str | None:
-        """The reason to stop the run after a step with these metrics, and the fix; None if there is no reason."""
+        """The reason to stop the run after a step, and the fix; None if there is no reason.
+
+        `values` are the metrics of the step, and `updates` the metrics of each of its updates.
+        """
         for update in updates:
             self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if update["nonfinite_updates"] else 0
         gap = values.get("sampler_gap", 0.0)

@@ -24,16 +24,16 @@ _DIRECTIONS: dict[str, Callable[[float, float, float], optax.GradientTransformat
 NAMES = tuple(_DIRECTIONS)
 SCHEDULES = ("constant", "linear", "cosine")
 DECAYED = ("all", "matrices")
-_LEAST_B1 = 0.1  # of Schedule-Free
+_LEAST_B1 = 0.1  # the smallest b1 of Schedule-Free
 
 
 class Optimizer(NamedTuple):
-    """An optax transformation, the global norm to clip gradients to before it, and the weights that evaluation uses.
+    """An optax transformation, whose `update` treats every element by itself: `apply_by_layer` runs it layer by layer.
 
-    `update` treats every element by itself (`apply_by_layer` runs it layer by layer), so the caller clips.
-    `evaluation_params(opt_state, params)` returns `params`. But Schedule-Free trains and samples with the interpolation
-    y, and is evaluated at the average x; `evaluation_params` computes x from y and the slots `evaluation_slots`.
-    `learning_rate(u)` is the learning rate of update u = 0, 1, …
+    Before `update`, the caller clips gradients to the global norm `max_grad_norm`. `learning_rate(u)` is the learning
+    rate of update u = 0, 1, … `evaluation_params(opt_state, params)` returns the weights to evaluate. These are
+    `params`, except for Schedule-Free: it trains and samples with an interpolation y, and is evaluated at an average x,
+    which it computes from y and the entries `evaluation_slots` of its state.
     """
 
     init: Callable[[Any], Any]
@@ -133,7 +133,7 @@ def _schedule_free(
             "average, which loses its digits; 0.9 is its own default"
         )
     slots = ("b1", "z")
-    # optax counts from 1 when it asks for the rate of the weight m_u², and from 0 for that of the step.
+    # optax counts from 1 when it asks for the rate in the weight m_u², and from 0 for the rate of the step.
     free = optax.contrib.schedule_free(whole, lambda count: rate(count - 1), b1)
 
     def average(opt_state, params):

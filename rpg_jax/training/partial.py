@@ -1,7 +1,7 @@
 """Partial rollouts: a step draws at most S tokens of a completion, and later steps draw the rest under their weights.
 
 So no step waits for its longest completion. A completion of at most M tokens has K = ceil(M / S) parts. The groups that
-step s trains begin in step s - K + 1, and each step until s draws one part of them. The first step of a run draws all
+step s trains begin in step s - K + 1, and each step until s draws one part of each. The first step of a run draws all
 parts of its own groups, and the first parts of the groups of the K - 1 steps after it. Nothing begins for steps beyond
 the last one, so a run that is made longer later differs from a run that was long from the start.
 

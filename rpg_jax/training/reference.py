@@ -202,7 +202,7 @@ class Reference:
                 self._write(params)
 
     def after_step(self, token_kls: Sequence[float]) -> None:
-        """Adds each update's mean token KL to the average. Moves the reference to the present policy if it must."""
+        """Adds each update's mean token KL to the average. Moves the reference to the present policy if it is due."""
         decay, moves = self._rule.kl_decay, False
         for kl in token_kls if self._rule.watches_kl else ():
             self.kl_average = decay * self.kl_average + (1 - decay) * float(kl)

@@ -120,12 +120,12 @@ class Programs(NamedTuple):
     baseline: Program | None = None
 
     def anchor(self, params: Any, *, replays: bool = False) -> Anchor:
-        """The model with these weights as the reference of updates. `replays`: it uses the experts of the rows."""
+        """The model with these weights as the reference of updates. `replays`: with the experts that rows record."""
         hidden = self.hidden if replays else lambda params, rows: self.hidden(params, rows.unrouted)
         return Anchor(functools.partial(hidden, params), self.head(params))
 
     def beside(self, anchor: Anchor) -> Programs:
-        """The same programs, with the head of `anchor` in those of an update."""
+        """The same programs; the programs of an update have the head of `anchor`."""
         updates = {name: getattr(self, name) for name in ("fused", "start", "add")}
         bound = {n: dataclasses.replace(p, frozen=p.frozen._replace(ref_head=anchor.head)) for n, p in updates.items()}
         return self._replace(**bound)

@@ -197,7 +197,7 @@ class Caller:
                 self._under_way[limit] = noted
                 async with self._client.request(method, self.url + path, body, noted) as answer:
                     content = await _read(answer)
-        except TimeoutError:  # of `limit`, or aiohttp's of the connection
+        except TimeoutError:  # the timeout of `limit`, or aiohttp's timeout of the connection
             if noted.broken:
                 raise Unavailable(f"{self.url}{path}: broken off, the server is silent") from None
             connected = noted.connected is not None

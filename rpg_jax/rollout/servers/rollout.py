@@ -94,7 +94,7 @@ class ServersRollout(Rollout):
         places = [place for place in request.order if place not in request.done]
         version = self.weights.version
         try:
-            async with asyncio.TaskGroup() as asked:  # a group that fails ends the others
+            async with asyncio.TaskGroup() as asked:  # a group that fails ends the other groups
                 groups = [asked.create_task(self._group(request, place, version)) for place in places]
                 for group in asyncio.as_completed(groups):
                     made.put(await group)

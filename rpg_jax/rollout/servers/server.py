@@ -1,7 +1,7 @@
 """A server as the trainer knows it: its program's way to load weights, how many calls it gets, when it rests.
 
-vLLM's terms were met with vLLM 0.32.0 on a CPU (`tests/end_to_end/test_vllm.py`). SGLang's are those of its pages on RL
-of 2026, and SGLang never ran against this code.
+vLLM's calls were tested with vLLM 0.32.0 on a CPU (`tests/end_to_end/test_vllm.py`). SGLang's calls follow its pages
+on RL of 2026, and SGLang never ran against this code.
 """
 
 import dataclasses

@@ -90,12 +90,12 @@ class Admission:
         self._rollout, self._max_active = rollout, max_active
         self._arrivals = itertools.count()
         self.active, self.draining = 0, False
-        self._completions = 0  # of the active requests
+        self._completions = 0  # the number of completions of the active requests
         self._ended = time.monotonic()  # the last request or load
         self._disk, self._load_turn = disk, asyncio.Lock()
         self._present: tuple[tuple[str, str], int, LoadResult] | None = None  # folder and label, version, answer
         self._loading, self._swapping = set[asyncio.Task[LoadResult]](), False
-        self._checksums: dict[int, int] = {}  # of the weights that have drawn, by version
+        self._checksums: dict[int, int] = {}  # by version of the weights that have sampled
 
     @property
     def capacity(self) -> int:
@@ -165,7 +165,7 @@ class Admission:
             raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, full)
 
     async def load(self, folder: str, label: str) -> LoadResult:
-        """Replaces the weights by those of a folder, one load after the other.
+        """Replaces the weights by the weights of a folder, one load after the other.
 
         `label` names the contents of the folder: if the weights of this folder and label are in use, nothing is read.
         With label "", every load reads.

@@ -62,7 +62,7 @@ async def start(
     app.router.add_get("/v1/models/{name:.+}", endpoint.model)
     app.router.add_get("/metrics", endpoint.metrics)
     app.router.add_get("/health", endpoint.health)
-    # aiohttp's timeout of a connection begins when it opens, and again after an answer; it ends with a request's head.
+    # aiohttp's timeout begins when a connection opens, and again after an answer. The head of a request ends it.
     options: dict[str, Any] = {"access_log": None, "keepalive_timeout": STALL_SECONDS}
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0, **options)
     # Bytes that are no HTTP are answered with 400; aiohttp would also write a traceback for each request.
@@ -144,7 +144,7 @@ class _Endpoint:
         return web.json_response(self._model)
 
     async def load(self, request: web.Request) -> web.Response:
-        """Replaces the weights by those of the folder `model_path`. A load ends also if the client leaves."""
+        """Replaces the weights by the weights of the folder `model_path`. A load goes on if the client leaves."""
         try:
             body = await _body(request)
             folder, label = body.take("model_path"), body.take("weight_version", "")
