@@ -158,7 +158,7 @@ def strip_template(prompt: str) -> str:
 
 
 def rendered(problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True) -> str:
-    """The text that the policy continues: the prompt inside the tokenizer's `ChatTemplate`, if it has one."""
+    """The text that the policy continues: the prompt, in a chat template if there is one, which reads `thinking`."""
     messages = problem.opening
     if tokenizer.chat is None:
         return "\n\n".join(message["content"] for message in messages)

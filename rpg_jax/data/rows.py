@@ -228,7 +228,7 @@ def _problem(prompt_id: int, prompt, answer, source, samples, system, question, 
 
 
 def first_text(row: Row, meaning: str, keys: tuple[str, ...]) -> str:
-    """The text under the first of `keys` that has a value in the row. Raises BadRow if no key has a value."""
+    """The text under the first of `keys` with a value, see `Row.first`. Raises BadRow if no key has a value."""
     key = row.first(meaning, keys)
     if key is None:
         raise BadRow(f"none of {list(keys)} in {sorted(map(str, row))[:12]}. Rename the {meaning} column {keys[0]!r}")

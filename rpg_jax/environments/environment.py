@@ -125,7 +125,7 @@ ENVIRONMENTS: dict[str, Declaration] = {
 def find(name: str, *, in_process: bool = False, handed: Handed = NOTHING) -> Declaration:
     """The environment `name`, found in `handed`, in `ENVIRONMENTS`, or at a user's own "module:name".
 
-    Raises ValueError for another name.
+    With `in_process` it is not `pooled`, see `Declaration`. Raises ValueError for another name.
     """
     if name in handed:
         return Declaration(name, pooled=False, handed=handed[name])

@@ -114,7 +114,7 @@ def check(loss: str, declarations: Mapping[str, Any], given: Mapping[str, Any]) 
 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> ValueError:
-    """The error for a name that a table lacks. Its message lists the known names and suggests the closest one."""
+    """The error for a `what`, such as a loss, of an unknown `name`. Its message has the known names and the closest."""
     spelled = {one.lower(): one for one in known}
     close = difflib.get_close_matches(str(name).lower(), spelled, n=1)
     guess = f" Did you mean {spelled[close[0]]!r}?" if close else ""
@@ -122,7 +122,7 @@ def unknown(what: str, name: object, known: Iterable[str]) -> ValueError:
 
 
 def lookup(table: Mapping[str, Row], what: str, name: str) -> Row:
-    """table[name], or a ValueError that lists the known names."""
+    """table[name]. Raises the ValueError of `unknown` if the table lacks the name."""
     if not isinstance(name, str) or name not in table:
         raise unknown(what, name, table)
     return table[name]

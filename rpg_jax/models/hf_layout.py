@@ -166,7 +166,7 @@ def file_names(count: int) -> list[str]:
 
 
 def write_index(folder: Path, owner: Mapping[str, str], size: int) -> None:
-    """Writes the index of the file of each tensor, and of the bytes of all tensors, if there are several files."""
+    """If there are several files, writes an index: `owner`, the file of each tensor, and `size`, the bytes of all."""
     if len(set(owner.values())) > 1:
         index = {"metadata": {"total_size": size}, "weight_map": owner}
         write_atomically(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")

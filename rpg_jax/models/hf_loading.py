@@ -39,7 +39,7 @@ class _Place:
     dtype: str
 
     def read(self, into: np.ndarray) -> None:
-        """Fills a contiguous array. Other threads run meanwhile."""
+        """Fills the contiguous array `into` with the bytes. Other threads run meanwhile."""
         left, place = into.reshape(-1).view(np.uint8).data, self.start
         while left:
             got = os.preadv(self.file, [left], place)

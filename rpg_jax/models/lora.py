@@ -127,7 +127,7 @@ def policy_params(base: Base | None, trained: Params) -> Params:
 
 
 def scaled(adapters: Params, scale: float) -> Params:
-    """The adapters with alpha / rank as a factor of every B."""
+    """The adapters with `scale`, which is alpha / rank, as a factor of every B."""
     leaves = {path: x * scale if path[-1] == "b" else x for path, x in flatten_dict(adapters).items()}
     return unflatten_dict(leaves)
 

@@ -19,7 +19,7 @@ Programs = Mapping[str, Program]
 
 
 def show(topology: Topology, programs: Programs, figures: Mapping[str, Any], console: Console | None = None) -> None:
-    """Prints tables of memory, speed and the step, and the verdict; docs/plan.md has the meaning of the columns."""
+    """Prints the result of `run_plan.plan`: memory, speed, step and verdict. docs/plan.md explains the columns."""
     console = console or screen.console()
     console.print(_memory(topology, programs), _speed(topology, programs))
     if figures:

@@ -31,7 +31,7 @@ def plan(
 ) -> tuple[dict[str, Program], dict[str, Any]]:
     """Compiles every program of the run for `topology`, or the programs named in `only`.
 
-    Returns (programs, figures of a step). There are no figures if a program is missing or does not fit in HBM.
+    Returns (programs, `step_figures`). There are no figures if a program is missing or does not fit in HBM.
 
     Raises:
       ValueError: no compiler for TPUs here, mesh and sizes of the config conflict, or `rollout.devices` is set.
@@ -100,7 +100,7 @@ def lengths_of(config: ConfigDict, *, mean: float = 0, prompt: float = 0) -> Len
 def exchange(
     layout: Layout, decoding: Decoding, held: Mapping[str, float], on: Topology, lengths: Lengths
 ) -> dict[str, Program]:
-    """The exchange of a step's groups between hosts as a program; {} with one host.
+    """The exchange of a step's groups between hosts as a program; {} with one host. `held` is as in `parts_on`.
 
     A chip holds a piece of every host and its own, beside the weights that decode.
     """

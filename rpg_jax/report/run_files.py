@@ -163,7 +163,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path, row: str = "") -> Run:
-        """Reads the folder of a run. Files that the run has not written yet leave their attributes empty."""
+        """Reads the folder of a run, of a table's row `row`. Files that are not yet written leave attributes empty."""
         config = flat(read_config(folder))
         versions, inputs = read_if_there(folder / "versions.json"), read_if_there(folder / INPUTS)
         start, parent = (str(inputs.get(name, "")) for name in (START, PARENT))
@@ -239,7 +239,7 @@ class Run:
         return {axis: {0: 0.0, **dict(zip(steps, spent, strict=True))} for axis, spent in found.items()}
 
     def spent(self, axis: str, step: int | None = None) -> float:
-        """The cost up to the end of `step` (default: the last step). If `step` is missing, the step before counts."""
+        """The cost on an axis of `costs` to the end of `step` (default: the last), or of the step before it."""
         steps = list(self.costs[axis])
         return self.costs[axis][steps[-1 if step is None else bisect.bisect(steps, step) - 1]]
 

@@ -252,7 +252,7 @@ def _of_conversations(played: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def one_row_a_set(by_set: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """The table that fits a screen: Mean@k of every set with its standard error; pass@k and maj@k if k > 1.
 
-    The header comes first.
+    `by_set` has the result of `summarise` for each set. The header comes first.
     """
     labels = {next(iter(summary["scores"])).partition("@")[2] for summary in by_set.values()}
     label = labels.pop() if len(labels) == 1 else "k"

@@ -75,7 +75,7 @@ def over_starts(values: Mapping[str, Mapping[int, float]], rows: Sequence[str], 
 
 
 def tally(differences: Sequence[Mean]) -> str:
-    """A sentence: how many intervals exclude 0, how many would exclude 0 by chance, and the signs.
+    """A sentence on differences: how many intervals exclude 0, how many would by chance, and the signs.
 
     Differences to one compared row share its runs, so their signs are not independent.
     """

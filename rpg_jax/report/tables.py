@@ -190,7 +190,7 @@ Scored = Sequence[tuple[Run, Scores]]
 
 
 def unlike(scored: Scored, name: str) -> str:
-    """Why the scores of a set cannot be compared between these runs; "" if all are of equal evaluations.
+    """Why the scores of the set `name` cannot be compared between these runs; "" if their evaluations are equal.
 
     Equal evaluations have the same problems, as many completions of each, and the same temperature. An evaluation
     before the first step is of a policy that the run has not trained.

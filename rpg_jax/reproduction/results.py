@@ -70,7 +70,7 @@ class Results:
 def collect(
     planned: Sequence[PlannedRun], out: Path, columns: Sequence[str] = COLUMNS, *, evaluated: bool = True
 ) -> list[Run]:
-    """Reads the planned runs that have started; numbers are rounded to `DIGITS`."""
+    """Reads `columns` of the planned runs that have started, and scores if `evaluated`; rounds numbers to `DIGITS`."""
     runs, kept = [], ("step", *columns)
     for plan in planned:
         run = Run.read(out / "runs" / plan.name, plan.row)
@@ -110,7 +110,7 @@ def load(path: Path) -> Results:
 
 
 def check_kept(kept: Results, name: str, table: Table, extra: Sequence[str]) -> None:
-    """Refuses kept numbers that cannot stand on one page with runs of `table`.
+    """Refuses kept numbers that cannot stand on one page with runs of `table` and with the overrides `extra`.
 
     Raises:
       ValueError: the kept runs are of another table or have other overrides, or a row has other settings in `table`.

@@ -97,7 +97,7 @@ def page_from(data: Path, out: Path) -> Path:
 
 
 def check_table(table: Table, extra: Sequence[str]) -> None:
-    """Refuses a table, before anything runs, of which a run would be refused when it starts.
+    """Refuses a table if a run of it, with the overrides `extra`, would be refused when it starts.
 
     Raises:
       ValueError: an unknown field, a value that a field does not take, or fields that contradict each other.
@@ -179,7 +179,7 @@ def check_config(plan: PlannedRun, out: Path, extra: Sequence[str]) -> None:
 
 
 def check_overrides(out: Path, extra: Sequence[str]) -> None:
-    """Notes the overrides of all runs in `out`.
+    """Notes `extra`, the overrides of all runs in `out`.
 
     Raises:
       ValueError: the runs in `out` have other overrides; they do not belong to this table.

@@ -161,7 +161,7 @@ class Chunk:
 
 
 def plan(sets: Mapping[str, Sequence[Problem]], samples: Callable[[Problem], int], *, completions: int) -> list[Chunk]:
-    """Chunks of about `completions` completions, in the order of the sets and their problems."""
+    """Chunks of about `completions` completions, `samples(problem)` of each problem, in the order of the problems."""
     chunks: list[Chunk] = []
     for name, problems in sets.items():
         for k, alike in itertools.groupby(problems, key=samples):

@@ -54,7 +54,7 @@ class Task:
 
     @classmethod
     def from_config(cls, config: ConfigDict, *, train: bool = True, held_out: bool = True) -> Task:
-        """The task that `task.name` names. Splits that nobody needs are not opened.
+        """The task that `task.name` names. Without `train` or `held_out`, the files of these problems are not read.
 
         Raises:
           ValueError: an unknown name, missing sources, bad rows in them, or a set without problems.

@@ -334,7 +334,7 @@ def installed_packages() -> dict[str, str]:
 
 
 def lock_digest(there: Mapping[str, str], file: Path = config_files.ROOT / LOCK) -> str:
-    """The digest of the lockfile if this Python has every package in the locked version, else ""."""
+    """The digest of the lockfile if `there`, the installed packages, has every locked version; else ""."""
     if not file.exists():
         return ""
     wanted = re.findall(r"^([\w.-]+)==([^\s;\\]+)", text := file.read_text(encoding="utf-8"), re.MULTILINE)

@@ -70,7 +70,7 @@ def open_teacher(layout: Layout, tokenizer: data.Tokenizer, *, offload: bool) ->
 
 
 def check_tokenizer(path: str, found: data.Tokenizer, own: data.Tokenizer) -> None:
-    """Raises ValueError unless every token of the policy's tokenizer has the same text in the teacher's."""
+    """Raises ValueError unless `found`, the teacher's tokenizer, has the same text for every token of the policy's."""
     for token in range(own.vocab_size):
         names = [t.name(token) if token < t.vocab_size else "" for t in (found, own)]
         if names[0] != names[1]:

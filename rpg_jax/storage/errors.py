@@ -124,7 +124,7 @@ def one_line(error: BaseException) -> str:
 
 
 def retried(call: Callable[[], T], what: object) -> T:
-    """The result of `call`, which is repeated after transient errors. `call` may be cut short and run again.
+    """The result of `call`, repeated after transient errors. `call` may be cut short. Messages name `what` it reads.
 
     Raises:
       StorageFailure: every try failed transiently, or a try failed permanently. Other errors are not changed.

@@ -74,6 +74,7 @@ def make_optimizer(
     `decay_until`, on a line or on half a cosine.
 
     Args:
+      warmup: N, in steps or in updates.
       updates_per_step: the updates of a step, for counts in steps. An update that is skipped does not count.
       decayed: the weights that weight decay shrinks: all, or matrices only (not norms, not biases).
       decay_until: the length of the schedule, warm-up included; None for a constant schedule.

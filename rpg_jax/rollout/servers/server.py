@@ -146,13 +146,13 @@ class Server:
         self.failures, self.limit = 0, min(self.most, self.limit + 1 / min(self.limit, _SHARE))
 
     def note_refusal(self, error: Unavailable, begun: float, now: float) -> None:
-        """Notes that the server had no room for a call. The server pauses if it asks to, or has no call of ours."""
+        """Notes that the server had no room for a call `begun` then. It pauses if it asks to or has no call of ours."""
         if begun > self.refused:
             self.refused, self.limit = now, max(1, self.limit * _FEWER)
             self.until = now + min(max(error.after, 0.0 if self.calls else self.rest), _LONGEST_REST)
 
     def note_failure(self, error: Unavailable, begun: float, now: float) -> bool:
-        """Notes that a call failed. Returns whether the failure is a new incident, after which the server rests."""
+        """Notes that a call `begun` then failed. Returns whether this is a new incident; then the server rests."""
         if begun < self.failed:
             return False
         rest = self.rest * 2 ** min(self.failures, _DOUBLINGS)

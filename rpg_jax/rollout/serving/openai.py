@@ -25,7 +25,7 @@ class RequestFields:
         self._left = {name: value for name, value in fields.items() if value is not None}
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Removes a field, of any type, and returns its value."""
+        """Removes a field and returns its value, of any type; `default` if the field is absent."""
         return self._left.pop(name, default)
 
     def number(self, name: str, default: float) -> float:
@@ -77,7 +77,7 @@ class RequestFields:
         return value
 
     def sampling(self, defaults: Sampling, max_tokens: int) -> Sampling:
-        """`temperature`, `top_p`, `top_k` (-1 and 0 are off), `min_p` and `stop_token_ids`."""
+        """`temperature`, `top_p`, `top_k` (-1 and 0 are off), `min_p`, `stop_token_ids`; else those of `defaults`."""
         stops = self.wholes("stop_token_ids", 0, 2**31 - 1)
         return Sampling(
             temperature=self.number("temperature", defaults.temperature),
