@@ -39,8 +39,7 @@ def ragged_attention(
       scales: empty, or in an int8 cache f32[L, S, K, 1, C] of keys and of values.
 
     Raises:
-      ValueError: devices share the query heads, and of the numbers of devices and key-value heads neither divides the
-        other.
+      ValueError: devices share the query heads, but neither their number nor the key-value heads divide the other.
     """
     _, _, K, H, capacity = keys.shape
     cuts = shards("heads")

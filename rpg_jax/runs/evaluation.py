@@ -339,7 +339,7 @@ def open_folder(out: str | None, stem: Path, settings: dict[str, Any]) -> Path:
     """Makes or reopens the folder of an evaluation: `out`, or `stem` with a hash of `settings`. settings.json
     in the folder holds the settings.
 
-    The hash includes a secret of the user. So completions that came with a downloaded run never count as the user's.
+    The hash includes a secret of the user. So completions that came with another person's run are never taken over.
 
     Raises:
       ValueError: the folder holds another evaluation, or a link is in the way. The message names what differs.

@@ -19,9 +19,9 @@ _STARTS = 3
 def ends_again(folder: storage.Folder, error: Exception, *, stepped: bool) -> str:
     """Why another start of the run in `folder` would end with `error` too; "" if another start may go on.
 
-    Too little memory stays too little, and so does a bug before the first step (not `stepped`). For other errors, such
-    as a silent judge, `NOTE` in the folder counts the starts that ended with the same text after the same checkpoint:
-    the third is the last. Errors of storage, of a lost process and of the user do not count.
+    A lack of memory comes again, and so does a bug before the first step (not `stepped`). For other errors, such as a
+    silent judge, `NOTE` in the folder counts the starts that ended with the same text after the same checkpoint: the
+    third is the last. Errors of storage, of a lost process and of the user do not count.
     """
     if (code := cli.exit_code(error)) not in (None, cli.FAILED):
         return ""

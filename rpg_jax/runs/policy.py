@@ -338,7 +338,7 @@ def of_run(
 
     `changes` are values of config fields, by dotted name, that replace the run's. `held_out` loads the problems of
     evaluations. Without `weights`, `Policy.params` is None. `merge` adds adapters to their base; without `merge` the
-    params are the adapters. Without `trust`, no code that the config names is imported: it may be somebody else's.
+    params are the adapters. Without `trust` no code that the config names is imported: another may have written it.
 
     Raises:
       ValueError: the folder holds no run, or not that checkpoint; the message lists the checkpoints.
@@ -373,7 +373,7 @@ def of_config(
 ) -> Policy:
     """The policy of `model.path`, or a policy with random weights. The weights have `model.compute_dtype`.
 
-    The adapters of `model.lora.path` are merged into the weights. Untrained adapters are zero, and are left out. A
+    The adapters of `model.lora.path` are merged into the weights. New adapters change nothing, and are left out. A
     tokenizer that is trained here is written to `scratch`. `changes`, `held_out` and `weights` are as in `of_run`.
     """
     changed = config.copy_and_resolve_references()

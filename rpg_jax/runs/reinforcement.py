@@ -268,7 +268,7 @@ def check_rows(config: ConfigDict) -> None:
 
 
 def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Folder, start: int) -> Drift:
-    """Measures the distance of the policy to the policy that the run begins with, which is that after step `start`.
+    """Measures the distance of the policy to the policy after step `start`, with which the run begins.
 
     Raises:
       ValueError: evaluations do not sample from the distribution whose log-probabilities the trainer computes.

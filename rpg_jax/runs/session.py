@@ -75,7 +75,7 @@ class Trainer(Protocol):
         """The position of the data, JSON-able, as a checkpoint keeps it."""
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Moves the data to the position in the checkpoint's `record`, which `record` has made."""
+        """Moves the data to a checkpoint's position, which the method `record` has returned."""
 
 
 class MakeTrainer(Protocol):

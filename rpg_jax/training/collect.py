@@ -16,7 +16,7 @@ from rpg_jax.rollout import Rollout
 UNKNOWN_SHARE = 0.5
 """The share of informative groups that is assumed before a run has generated a group."""
 
-_DEVIATIONS = 2.0  # without it, every second batch would be too small
+_DEVIATIONS = 2.0  # to spare: without them, every second batch would be too small
 _LARGEST = 10  # in units of prompts_per_step: an estimate of a small share may be far off
 
 

@@ -86,7 +86,7 @@ class GuardedDriver(orchestrator.Driver):
         )
 
     def submit(self, chunks: Sequence[Chunk], channel: Channel) -> None:
-        """Queues chunks of prompts; `channel` receives their tokens. Raises RolloutError if the driver has ended."""
+        """Queues chunks; `channel` receives the results of their rows. Raises RolloutError if the driver has ended."""
         with self._guard:
             if not self.live:
                 raise self._error()
