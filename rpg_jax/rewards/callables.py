@@ -12,13 +12,15 @@ import itertools
 import numbers
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rpg_jax.rewards.verdicts import REWARD, Task, Verdict, check_call, checked, failure
+
+T = TypeVar("T")
 
 
 def load(path: str, kind: str) -> Callable[..., Any]:
@@ -185,6 +187,33 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
+class Background:
+    """An event loop in a thread of its own. Any thread may begin coroutines there."""
+
+    def __init__(self, name: str):
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        """Cancels what runs, and ends the thread."""
+
+        async def end() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+        if not self._loop.is_closed():
+            self.begin(end()).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
 class InProcess:
     """Calls functions in this process. The async functions of a batch run at the same time.
 
@@ -194,7 +223,7 @@ class InProcess:
     def __init__(self, deadline_s: float):
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._background: Background | None = None
 
     def verdicts(self, calls: Sequence[tuple[Callable[..., Any], Task]]) -> list[Verdict]:
         """One verdict per call, in their order. An async call that takes longer than the deadline is cancelled."""
@@ -205,21 +234,16 @@ class InProcess:
 
     def close(self) -> None:
         """Cancels the async calls that still run, and ends their thread."""
-        if self._loop is not None:
-            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-            self._loop = None
+        if self._background is not None:
+            self._background.close()
+            self._background = None
 
     def submit(self, function: Callable[..., Any], task: Task) -> Future[Verdict]:
         """Begins the call of an async function. Any thread may call it."""
         with self._lock:
-            if self._loop is None:  # one for all calls: a client's connections belong to their loop
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
-                self._thread.start()
-        return asyncio.run_coroutine_threadsafe(_awaited(function, task, self._deadline_s), self._loop)
+            if self._background is None:  # one for all calls: a client's connections belong to their loop
+                self._background = Background("rewards")
+            return self._background.begin(_awaited(function, task, self._deadline_s))
 
 
 def _called(function: Callable[..., Any], task: Task) -> Verdict:
@@ -236,10 +260,3 @@ async def _awaited(function: Callable[..., Any], task: Task, deadline_s: float) 
         return Verdict(None, "timeout", str(error) or f"no score within {deadline_s:g} s")
     except Exception as error:
         return failure(error)
-
-
-async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)

@@ -5,13 +5,11 @@ import json
 import os
 import socket
 import ssl
-import threading
 import time
 import urllib.parse
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Mapping
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 from etils import epath
@@ -20,7 +18,6 @@ from rpg_jax import storage
 from rpg_jax.rollout.serving.access import ApiKey, is_loopback
 from rpg_jax.rollout.weights import RolloutError
 
-T = TypeVar("T")
 CONNECT_SECONDS = 5.0
 _MOST_BYTES = 2**28  # of an answer
 _PASSES = (408, 425, 429, 500, 502, 503, 504)
@@ -55,33 +52,6 @@ class Refused(Exception):
     def __init__(self, message: str, *, status: int = 200):
         super().__init__(message)
         self.status = status
-
-
-class Background:
-    """An event loop in a thread of its own, in which calls of servers run."""
-
-    def __init__(self, name: str):
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-    def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def close(self) -> None:
-        """Cancels what runs, and ends the thread."""
-
-        async def end() -> None:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-
-        if not self._loop.is_closed():
-            self.begin(end()).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
 
 
 class Client:

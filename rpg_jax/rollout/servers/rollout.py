@@ -11,10 +11,11 @@ import numpy as np
 
 from rpg_jax.data.packing import Packable
 from rpg_jax.parallel import hosts
+from rpg_jax.rewards.callables import Background
 from rpg_jax.rollout.request import Request, Row
 from rpg_jax.rollout.rollout import Rollout
 from rpg_jax.rollout.servers.balance import Balance, Loadable
-from rpg_jax.rollout.servers.client import Background, Caller, Client, Refused, ServerError, Unavailable
+from rpg_jax.rollout.servers.client import Caller, Client, Refused, ServerError, Unavailable
 from rpg_jax.rollout.servers.protocol import ScoreRequest, TurnRequest
 from rpg_jax.rollout.servers.server import KINDS
 from rpg_jax.rollout.servers.weight_folders import WeightFolders

@@ -88,6 +88,12 @@ class RequestFields:
             stop_token_ids=defaults.stop_token_ids if stops is None else tuple(stops),
         )
 
+    def shared(self) -> dict[str, Any]:
+        """The fields of a `CompletionRequest` that texts and conversations have alike."""
+        usage = self.flags("stream_options", "include_usage").get("include_usage", False)
+        own = {"seed": self.whole("seed", None, low=0), "stop": self.stops()}
+        return own | {"stream": self.truth("stream"), "usage": usage}
+
     def end(self, unused: Mapping[str, Collection[Any] | None]) -> None:
         """Raises ValueError if a field is left. A field of `unused` may be left with a value that changes nothing.
 
@@ -147,13 +153,10 @@ class TextForm:
             [self._admission.checked(prompt, sampling) for prompt in prompts],
             sampling,
             n=n,
-            seed=body.whole("seed", None, low=0),
-            stop=body.stops(),
             draw=longest > 0,
             logprobs=body.whole("logprobs", None, low=0, high=5),
             echo=echo,
-            stream=body.truth("stream"),
-            usage=body.flags("stream_options", "include_usage").get("include_usage", False),
+            **body.shared(),
             prompt_ids=body.truth("return_token_ids"),
             sampler_logprobs=body.truth("sampler_logprobs"),
             counters=None if counters is None else (counters[0], counters[1], counters[2], counters[3]),
@@ -251,11 +254,8 @@ class ChatForm:
             [self._admission.checked(prompt, sampling)],
             sampling,
             n=body.whole("n", 1, low=1, high=MOST_CHOICES),
-            seed=body.whole("seed", None, low=0),
-            stop=body.stops(),
             logprobs=top if body.truth("logprobs") else None,
-            stream=body.truth("stream"),
-            usage=body.flags("stream_options", "include_usage").get("include_usage", False),
+            **body.shared(),
         )
 
     def choice(self, asked: CompletionRequest, choice: Choice) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 import asyncio
 import dataclasses
-import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
 
 from rpg_jax.data.tokenizer import Codec
+from rpg_jax.rewards.callables import Background
 from rpg_jax.rollout.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc, orchestrator
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
 from rpg_jax.rollout.serving.access import STALL_SECONDS, Access, ApiKey
@@ -112,9 +112,7 @@ class Server:
         self._rollout, self._name, self._access = rollout, name, access or Access()
         self._access.tls()  # before anything starts
         self._admission = Admission(rollout, codec, sampling, max_active, disk)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rpg-server", daemon=True)
-        self._thread.start()
+        self._background = Background("rpg-server")
         self._http: Any = None
         try:
             self.port = self._call(self._start(port))
@@ -134,9 +132,7 @@ class Server:
         """Refuses new requests, lets running ones end within `grace` seconds, then stops the driver."""
         self._admission.draining = True
         self._call(self._stop(grace))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._background.close()
         self._rollout.close()
 
     async def _start(self, port: int) -> int:
@@ -174,4 +170,4 @@ class Server:
             await self._http.cleanup()
 
     def _call(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        return self._background.begin(coroutine).result()
