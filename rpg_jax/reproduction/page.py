@@ -10,12 +10,12 @@ from rpg_jax.report import plots
 from rpg_jax.report.plots import held_out_sets
 from rpg_jax.report.progress import duration
 from rpg_jax.report.run_files import QUANTITIES, Run, Scores, series
-from rpg_jax.report.seeds import SEEDS_TO_RANK, Mean, mean, paired_difference, ranks
+from rpg_jax.report.seeds import SEEDS_TO_RANK, Mean, mean, ranks
 from rpg_jax.report.tables import markdown_table
 from rpg_jax.reproduction import sweeps
 from rpg_jax.reproduction.results import Results
 from rpg_jax.reproduction.tables import LEARNING_RATE, TABLES, Table
-from rpg_jax.reproduction.training import all_differences, equal_cost, starred, training_table
+from rpg_jax.reproduction.training import all_differences, difference_table, equal_cost, training_table
 from rpg_jax.runs import run_names
 from rpg_jax.storage import write_atomically
 
@@ -149,23 +149,13 @@ def score_table(scores: ScoresOfRows) -> str:
 
 def _differences(table: Table, scores: ScoresOfRows) -> list[str]:
     """Paragraphs and a table: Last of each set minus Last of the compared row, paired by seed."""
-    sets, others = held_out_sets(scores), {row: table.compared_with(row) for row in scores}
-    rows = []
-    for row, by_seed in scores.items():
-        other = others[row]
-        if row == other or not set(by_seed) & set(scores.get(other, ())):
-            continue
-        cells = []
-        for s in sets:
-            mine, theirs = ({seed: cell[s]["last"] for seed, cell in scores[r].items()} for r in (row, other))
-            cells.append(starred(paired_difference(mine, theirs).times(100)))
-        rows.append([row, *cells, other])
-    missing = sorted(set(others.values()) - set(scores))
+    sets = held_out_sets(scores)
     last = {s: {row: {x: 100 * c[s]["last"] for x, c in by.items()} for row, by in scores.items()} for s in sets}
+    missing = sorted({table.compared_with(row) for row in scores} - set(scores))
     return [
         "Differences in Last, paired by seed, in points; one in *italics* has a 95 % interval that excludes 0.",
         *([f"{', '.join(missing)}: not run."] if missing else []),
-        markdown_table(["", *sets, "compared with"], rows, numbers=range(1, 1 + len(sets))),
+        difference_table(table, scores, last),
         *all_differences(table, last),
     ]
 

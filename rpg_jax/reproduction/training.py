@@ -1,7 +1,7 @@
 """Describes the training of a table's runs: dynamics, completions generated, the critic; rows at equal costs."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from rpg_jax.report.plots import TABLE_PANELS
 from rpg_jax.report.run_files import Run
@@ -106,6 +106,15 @@ def difference(table: Table, row: str, values: Mapping[str, Mapping[int, float]]
     return starred(paired_difference(mine, theirs)), other
 
 
+def difference_table(
+    table: Table, rows: Iterable[str], columns: Mapping[str, Mapping[str, Mapping[int, float]]], corner: str = ""
+) -> str:
+    """A table of the differences of {column: {row: {seed: points}}} to the compared rows, paired by seed."""
+    cells = {row: [difference(table, row, values)[0] for values in columns.values()] for row in rows}
+    lines = [[row, *own, table.compared_with(row)] for row, own in cells.items() if any(cell != "–" for cell in own)]
+    return markdown_table([corner, *columns, "compared with"], lines, numbers=range(1, 1 + len(columns)))
+
+
 def starred(points: Mean) -> str:
     """A difference in points, in italics if its interval excludes 0."""
     text = f"{points.value:+.1f}{points.margin}"
@@ -134,6 +143,8 @@ def equal_cost(table: Table, rows: Rows) -> list[str]:
     totals = {axis: total for axis in AXES if (total := _totals(axis, ended))}
     if all(most <= (1 + UNEQUAL) * least for least, most in totals.values()):
         return []
+    budgets = {axis: least for axis, (least, _) in totals.items()}
+    accuracy = {f"Δ at {most:,.0f} {axis}": _accuracy_within(ended, axis, most) for axis, most in budgets.items()}
     spent = (f"{'–'.join(dict.fromkeys(f'{x:,.0f}' for x in total))} {axis}" for axis, total in totals.items())
     return [
         f"Rows spend {', '.join(spent)}. The cheapest row sets the budget of its cost: what it spends in its whole "
@@ -145,7 +156,7 @@ def equal_cost(table: Table, rows: Rows) -> list[str]:
         "Seconds are the wall time of training steps, without evaluations and checkpoints; a step that compiled counts "
         "as the run's median step. They hold for this machine and this program: runs and other work that share the "
         "machine slow each other, so a difference of some percent between rows need not be theirs.",
-        _overview(table, ended, {axis: least for axis, (least, _) in totals.items()}),
+        difference_table(table, ended, accuracy, "training accuracy"),
     ]
 
 
@@ -168,12 +179,3 @@ def _accuracy_within(rows: Rows, axis: str, budget: float) -> dict[str, dict[int
             if last := run.last_step_within(axis, budget):
                 found.setdefault(row, {})[seed] = 100 * run.late("accuracy", last)
     return found
-
-
-def _overview(table: Table, rows: Rows, budgets: Mapping[str, float]) -> str:
-    """Differences in training accuracy at each cost."""
-    by_axis = [_accuracy_within(rows, axis, budget) for axis, budget in budgets.items()]
-    cells = {row: [difference(table, row, accuracy)[0] for accuracy in by_axis] for row in rows}
-    lines = [[row, *own, table.compared_with(row)] for row, own in cells.items() if any(cell != "–" for cell in own)]
-    heads = [f"Δ at {budget:,.0f} {axis}" for axis, budget in budgets.items()]
-    return markdown_table(["training accuracy", *heads, "compared with"], lines, numbers=range(1, 1 + len(heads)))
