@@ -18,7 +18,7 @@ from tokenizers import normalizers, pre_tokenizers, processors
 
 from rpg_jax.models.config import DecoderConfig, Llama3
 from rpg_jax.models.hf_config import FAMILIES, parse_config
-from rpg_jax.models.hf_layout import file_names, in_files, layout, write_index
+from rpg_jax.models.hf_layout import file_names, in_files, layout, mismatch, write_index
 from rpg_jax.models.layers import llama3_divisors
 from rpg_jax.storage.files import cache_folder, write_atomically
 
@@ -166,15 +166,10 @@ def _needed(config: DecoderConfig, family: str, tensors: Mapping[str, Any]) -> d
     shapes = {name: entry.tensor_shape for entry in layout(config) for _, name in entry.tensors()}
     names = get_tensor_name_map(MODEL_ARCH[family.upper()], config.num_layers)
     named: dict[str, Any] = {name: names.get_name(name, try_suffixes=(".weight", ".bias")) for name in shapes}
-    missing = sorted(set(named.values()) - tensors.keys())
-    extra = sorted(tensors.keys() - set(named.values()) - {"rope_freqs.weight"})
-    if missing or extra:
-        told = [f"{len(x)} {kind}: {', '.join(x[:5])}" for kind, x in (("missing", missing), ("extra", extra)) if x]
-        raise ValueError(f"its tensors do not match its metadata: {'; '.join(told)}")
-    for name, own in named.items():
-        found = tuple(int(size) for size in reversed(tensors[own].shape))
-        if found != shapes[name]:
-            raise ValueError(f"its tensor {own} is {found}, not {shapes[name]}")
+    found = {own: tuple(map(int, reversed(tensor.shape))) for own, tensor in tensors.items()}
+    found.pop("rope_freqs.weight", None)
+    if told := mismatch(found, {own: shapes[name] for name, own in named.items()}):
+        raise ValueError(f"its tensors do not match its metadata: {told}")
     return {name: tensors[own] for name, own in named.items()}
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -145,6 +145,18 @@ def layout(config: DecoderConfig, *, head: bool = False) -> list[Stored]:
         [embed] = (entry for entry in stored if entry.path == ("embed",))
         stored.append(dataclasses.replace(embed, name=table["lm_head"][0]))
     return stored
+
+
+def mismatch(found: Mapping[str, tuple[int, ...]], needed: Mapping[str, tuple[int, ...]]) -> str:
+    """How the shapes of tensors, by name, differ from the needed ones, as text; "" if they are the same."""
+    misshapen = [f"{n} is {found[n]}, not {needed[n]}" for n in sorted(needed.keys() & found) if found[n] != needed[n]]
+    faults = {"missing": sorted(needed.keys() - found), "extra": sorted(found.keys() - needed), "misshapen": misshapen}
+    return "; ".join(f"{len(names)} {kind}: {some(names)}" for kind, names in faults.items() if names)
+
+
+def some(names: Sequence[str]) -> str:
+    """The first five of the names, and the number of the others."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def in_files(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:

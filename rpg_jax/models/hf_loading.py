@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from rpg_jax import storage
 from rpg_jax.models.config import DecoderConfig
 from rpg_jax.models.decoder import Params
-from rpg_jax.models.hf_layout import DTYPES, INDEX, Index, Stored, layout
+from rpg_jax.models.hf_layout import DTYPES, INDEX, Index, Stored, layout, mismatch, some
 from rpg_jax.storage.json_files import read_object
 
 _DTYPES = {name: np.dtype(dtype) for dtype, name in DTYPES.items()}
@@ -61,7 +61,7 @@ class Folder(contextlib.ExitStack):
         names = _named_in(index) if index.is_file() and single == "model.safetensors" else [single]
         absent = [name for name in names if not (self.path / name).is_file()]
         if absent:
-            raise ValueError(f"{self.path} lacks the weight files {_some(absent)} (only safetensors are read)")
+            raise ValueError(f"{self.path} lacks the weight files {some(absent)} (only safetensors are read)")
         self._names, self._files = names, dict[str, Any]()
         for name in names:
             try:
@@ -110,7 +110,7 @@ def load(
     finite = jax.jit(lambda x: jnp.all(jnp.isfinite(x)))
     if wrong := [".".join(path) for path, x in placed.items() if not finite(x)]:
         raise ValueError(
-            f"{folder} has weights that are not finite, in {_some(wrong)}. Copy it again from where it came"
+            f"{folder} has weights that are not finite, in {some(wrong)}. Copy it again from where it came"
         )
     return unflatten_dict(placed)
 
@@ -193,11 +193,7 @@ def _check_tensors(files: Folder, stored: list[Stored], *, head_is_tied: bool = 
     if head_is_tied and "lm_head.weight" in found:
         _check_tied(files, found)
         del found["lm_head.weight"]
-    missing, extra = sorted(needed.keys() - found.keys()), sorted(found.keys() - needed.keys())
-    misshapen = [f"{n} is {found[n]}, not {needed[n]}" for n in sorted(needed.keys() & found) if found[n] != needed[n]]
-    faults = [("missing", missing), ("extra", extra), ("misshapen", misshapen)]
-    if any(names for _, names in faults):
-        told = "; ".join(f"{len(names)} {kind}: {_some(names)}" for kind, names in faults if names)
+    if told := mismatch(found, needed):
         raise ValueError(f"the tensors of {files.path} do not match its config: {told}")
 
 
@@ -236,10 +232,6 @@ def _placed(entry: Stored, sharding: jax.sharding.Sharding, dtype, files: Folder
         block = entry.read(tuple(slice(*span) for span in spans), dtype, files.fetch)
         shards += jax.block_until_ready([jax.device_put(block, device) for device in owners])
     return jax.make_array_from_single_device_arrays(entry.shape, sharding, shards)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 _DESCRIPTION = ("*.json", "*.jinja", "*.txt", "*.model")  # config, tokenizer, chat template

@@ -114,25 +114,6 @@ def series(records: Iterable[Record], key: str) -> tuple[list[int], list[float]]
     return [step for step, _ in points], [float(value) for _, value in points]
 
 
-def evaluations(records: Iterable[Record]) -> dict[str, list[dict[str, Any]]]:
-    """The evaluations of each held-out set, from the metrics `eval/<set>/<score>`.
-
-    Returns:
-      {set: [{step, k, mean_at_k, pass_at_k, maj_at_k, …}]}, in the order of steps.
-    """
-    found: dict[str, list[dict[str, Any]]] = {}
-    for record in records:
-        by_set: dict[str, dict[str, Any]] = {}
-        for key, value in record.items():
-            prefix, _, rest = key.partition("/")
-            name, _, score = rest.rpartition("/")
-            if prefix == "eval" and name:
-                by_set.setdefault(name, {"step": record["step"]})[score] = value
-        for name, scores in by_set.items():
-            found.setdefault(name, []).append(scores)
-    return found
-
-
 @dataclasses.dataclass(frozen=True)
 class Run:
     """One run, read from its folder or from the kept numbers of a table.
@@ -190,8 +171,22 @@ class Run:
 
     @functools.cached_property
     def evaluations(self) -> dict[str, list[dict[str, Any]]]:
-        """The evaluations of each held-out set in the order of steps; see the function `evaluations`."""
-        return evaluations(self.records)
+        """The evaluations of each held-out set in the order of steps, from the metrics `eval/<set>/<score>`.
+
+        Returns:
+          {set: [{step, k, mean_at_k, pass_at_k, maj_at_k, …}]}.
+        """
+        found: dict[str, list[dict[str, Any]]] = {}
+        for record in self.records:
+            by_set: dict[str, dict[str, Any]] = {}
+            for key, value in record.items():
+                prefix, _, rest = key.partition("/")
+                name, _, score = rest.rpartition("/")
+                if prefix == "eval" and name:
+                    by_set.setdefault(name, {"step": record["step"]})[score] = value
+            for name, scores in by_set.items():
+                found.setdefault(name, []).append(scores)
+        return found
 
     def scores(self, until: int | None = None) -> Scores:
         """The scores of each set by the evaluations up to the step `until` (default: all).

@@ -93,10 +93,6 @@ class Weights:
             self._layout = functools.partial(_layout(change, params, shardings), base)
         self.sync(params, version)
 
-    @property
-    def version(self) -> int:
-        return self._version
-
     def stage(self, params: Params) -> Staged:
         """A copy of `params` for a later sync. All work that must run on the devices of `params` is done here."""
         converted = self._converted(snapshot(params))
@@ -113,7 +109,7 @@ class Weights:
             self._params = self._synced
             if self._beside is not None:
                 self._params = attached(self._beside.weights, self._synced)
-            self._version, self._checksum = version, None
+            self.version, self._checksum = version, None
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[Params]:
@@ -139,7 +135,7 @@ class Weights:
             self._checksum = own = weights_checksum(self._synced)
             if own != trainer:
                 raise RolloutError(
-                    f"the rollout's weights (version {self._version}, checksum {own:016x}) are not the trainer's "
+                    f"the rollout's weights (version {self.version}, checksum {own:016x}) are not the trainer's "
                     f"(checksum {trainer:016x}): completions would come from another policy than the one trained; "
                     "call sync_weights after every update"
                 )

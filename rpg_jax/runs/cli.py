@@ -188,14 +188,10 @@ def run(
         code, reason = 128 + signal.SIGINT, "interrupted"
         print(reason, file=sys.stderr)
     if several:
-        _end_together(reason, code)
+        from rpg_jax.runs import joining  # loads JAX
+
+        joining.fail(" ".join(reason.split()), code)
     return code
-
-
-def _end_together(reason: str, code: int) -> None:
-    from rpg_jax.runs import joining  # loads JAX
-
-    joining.fail(" ".join(reason.split()), code)
 
 
 def exit_code(error: Exception) -> int | None:

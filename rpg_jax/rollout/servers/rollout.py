@@ -121,7 +121,7 @@ class ServersWeights(Weights):
     """The weights of a server that has other clients too. This process can neither read nor replace the weights."""
 
     def __init__(self, url: str, checksum: int):
-        self._version, self._url, self._said = 0, url, checksum
+        self.version, self._url, self._said = 0, url, checksum
 
     def checksum(self) -> int:
         """The checksum of the weights, as the server gave it."""

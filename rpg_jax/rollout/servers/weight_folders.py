@@ -103,14 +103,14 @@ class WeightFolders(Weights):
         Raises StorageFailure if a process could not write its part.
         """
         if not self._begun:  # a run that continues has not read its weights yet
-            self._version, self._checksum = version, None
+            self.version, self._checksum = version, None
             return
         copy = params if isinstance(params, PendingFolder) else self.stage(params)
         began = time.perf_counter()
         folder = copy.folder.result()
         self._count(wait_seconds=time.perf_counter() - began)
         with self.lock:
-            self._version, self._checksum = version, copy.checksum
+            self.version, self._checksum = version, copy.checksum
         self._use(Loadable(str(folder), f"{copy.checksum:016x}", copy.checksum, copy.probe))
 
     def checksum(self) -> int:
