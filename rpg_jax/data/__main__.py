@@ -63,8 +63,9 @@ def inspect(options: argparse.Namespace, console: Console) -> None:
     if not options.sources:
         raise ValueError("what to inspect? Give files or data sets, or --config=FILE")
     problems, report = _load(options)
-    if seen is not None:
-        problems = seen.opened(problems)
+    if seen is not None and seen.stage is not None:
+        with seen.stage as stage:
+            problems = stage.opened(problems)
     console.print(_counts(problems, report))
     console.print(_columns(report))
     console.print(_lengths(problems, seen))

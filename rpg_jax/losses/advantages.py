@@ -211,25 +211,20 @@ def advantages(
         raise ValueError(f"rewards must be [prompts, completions of a prompt], got shape {rewards.shape}")
     if lengths is not None and jnp.shape(lengths) != rewards.shape:
         raise ValueError(f"lengths must have the shape of rewards {rewards.shape}, got {jnp.shape(lengths)}")
-    left_out: dict[str, jax.Array] = {}
     if counted is not None:
         counted = _compared(rewards, counted)
-        if declared.takes("counted"):
-            left_out["counted"] = counted
-        elif not declared.takes("lengths"):
+        if not (declared.takes("counted") or declared.takes("lengths")):
             raise ValueError(
                 f"advantage {name!r} cannot leave completions out: give its function a `counted` bool[P, G]"
             )
         if lengths is not None:
             lengths = jnp.where(counted, jnp.asarray(lengths), 0)
-    if declared.takes("parts"):
-        found = declared.function(*_parts(rewards, parts, part_weights), **left_out)
-    elif not declared.takes("lengths"):
-        found = declared.function(rewards, **left_out)
-    elif lengths is None:
+    if lengths is None and declared.takes("lengths"):
         raise ValueError(f"{name} averages over tokens: give lengths [P, G]")
-    else:
-        found = declared.function(rewards, jnp.asarray(lengths), **left_out)
+    given = {"rewards": rewards, "counted": counted, "lengths": lengths if lengths is None else jnp.asarray(lengths)}
+    if declared.takes("parts"):
+        given["parts"], given["part_weights"] = _parts(rewards, parts, part_weights)
+    found = declared.function(**{argument: value for argument, value in given.items() if declared.takes(argument)})
     if jnp.shape(found) != rewards.shape:
         raise ValueError(f"advantage {name!r} must return the shape of rewards {rewards.shape}, got {jnp.shape(found)}")
     return found if counted is None else jnp.where(counted, found, 0)

@@ -258,13 +258,6 @@ class DataSettings(NamedTuple):
     max_tokens: int
     stage: Stage | None
 
-    def opened(self, problems: list[data.Problem]) -> list[data.Problem]:
-        """The problems with the prompts of the config's environment, which then ends. No environment: no change."""
-        if self.stage is None:
-            return problems
-        with self.stage as stage:
-            return stage.opened(problems)
-
 
 def data_settings(file: str, overrides: Sequence[str]) -> DataSettings:
     """How the config in `file`, with `overrides`, reads its data. Trains a tokenizer if the config names none.

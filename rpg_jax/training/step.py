@@ -189,29 +189,25 @@ def make_programs(
       base: the frozen weights, if the state's params are adapters; arrays or `ShapeDtypeStruct`s, with shardings.
     """
     leaves, treedef = jax.tree.flatten(state_sharding)
-    recipe = _Recipe(graphdef, optimizer, objective, temperature, tuple(leaves), treedef, batch_sharding)
-    jitted = _jitted(recipe)._asdict()
+    jitted = _jitted(graphdef, optimizer, objective, temperature, tuple(leaves), treedef, batch_sharding)._asdict()
     return Programs(**{name: program and Program(program, Frozen(base)) for name, program in jitted.items()})
 
 
-class _Recipe(NamedTuple):
-    """The arguments of `make_programs` that programs depend on, all hashable; the state's shardings are flattened."""
-
-    graphdef: Any
-    optimizer: Optimizer
-    objective: Objective
-    temperature: float
-    state_leaves: tuple[jax.sharding.Sharding, ...]
-    state_tree: Any
-    batch_sharding: jax.sharding.NamedSharding
-
-
 @functools.lru_cache(maxsize=64)
-def _jitted(recipe: _Recipe) -> Programs:
-    """The jitted functions of the programs; each function takes `Frozen` arrays as its first argument."""
-    graphdef, optimizer, objective = recipe.graphdef, recipe.optimizer, recipe.objective
-    temperature, batch_sharding = recipe.temperature, recipe.batch_sharding
-    state_sharding = recipe.state_tree.unflatten(recipe.state_leaves)
+def _jitted(
+    graphdef: Any,
+    optimizer: Optimizer,
+    objective: Objective,
+    temperature: float,
+    state_leaves: tuple[jax.sharding.Sharding, ...],
+    state_tree: Any,
+    batch_sharding: jax.sharding.NamedSharding,
+) -> Programs:
+    """The jitted functions of the programs; each function takes `Frozen` arrays as its first argument.
+
+    The arguments are hashable: the state's shardings are flattened.
+    """
+    state_sharding = state_tree.unflatten(state_leaves)
     replicated = jax.sharding.NamedSharding(batch_sharding.mesh, jax.sharding.PartitionSpec())
     sums_sharding = Sums(grads=state_sharding.weights, metrics=replicated)
     weights = state_sharding.weights

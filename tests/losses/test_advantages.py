@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rpg_jax.losses import ADVANTAGES, LEARNED_ADVANTAGES, advantages
+from rpg_jax.losses import ADVANTAGES, LEARNED_ADVANTAGES, advantages, declare_own_advantage
 
 REWARDS = np.array([[1.0, -1.0, 0.5], [0.0, 0.0, 0.0], [2.0, 2.0, -1.0]], np.float32)
 LENGTHS = np.array([[2, 1, 3], [4, 1, 1], [1, 0, 2]])
@@ -177,3 +177,15 @@ def test_what_is_not_counted_changes_no_advantage_and_has_none(name):
     assert not found[~counted].any() and not found[3:].any()
     every = np.asarray(advantages(name, rewards, counted=np.ones((5, 5), bool), **given))
     np.testing.assert_allclose(every, advantages(name, rewards, **given), rtol=1e-12)
+
+
+def test_an_advantage_of_ones_own_gets_what_it_asks_for_in_any_order():
+    def own(rewards, counted, lengths):
+        return jnp.where(counted, rewards * lengths, 0)
+
+    declare_own_advantage("outside:own", own)
+    try:
+        found = advantages("outside:own", REWARDS, lengths=LENGTHS, counted=np.ones((3, 3), bool))
+    finally:
+        del ADVANTAGES["outside:own"]
+    np.testing.assert_allclose(found, REWARDS * LENGTHS)
