@@ -110,8 +110,10 @@ class Client:
         return text if self._key is None else text.replace(self._key.header.removeprefix("Bearer "), "…")
 
     async def close(self) -> None:
+        """Closes the connections. A later request, also in another event loop, opens new ones."""
         if self._session is not None:
             await self._session.close()
+            self._session = None
 
     def _opened(self) -> aiohttp.ClientSession:
         async def note(_session: Any, context: Any, _params: Any) -> None:

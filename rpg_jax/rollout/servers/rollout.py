@@ -194,13 +194,10 @@ def connect(
     Raises:
       ValueError: the address, the key or the file does not fit, or the server does not answer as ours does.
     """
-
-    def client() -> Client:
-        return Client(key=key, certificate=certificate, timeout=_TIMEOUT)
-
-    url = client().check(url)
-    checksum = asyncio.run(_weights_of(url, client()))
-    balance = Balance([url], client(), KINDS["rpg_jax"], parallel=parallel, patience=_PATIENCE)
+    client = Client(key=key, certificate=certificate, timeout=_TIMEOUT)
+    url = client.check(url)
+    checksum = asyncio.run(_weights_of(url, client))
+    balance = Balance([url], client, KINDS["rpg_jax"], parallel=parallel, patience=_PATIENCE)
     balance.use(Loadable("", "", checksum))
     weights = ServersWeights(url, checksum)
     return ServersRollout(balance, weights, counters=True, capacity=capacity, vocab_size=vocab_size)
