@@ -34,7 +34,7 @@ def pages() -> list[Path]:
     ("name", "found", "ceiling"),
     [
         ("files of rpg_jax", lambda: len(sources("rpg_jax")), 200),
-        ("lines of rpg_jax", lambda: lines(sources("rpg_jax")), 37_824),
+        ("lines of rpg_jax", lambda: lines(sources("rpg_jax")), 37_844),
         ("lines of experiments and examples", lambda: lines(sources("experiments", "examples")), 4_196),
         ("lines of the longest file", lambda: max(lines([path]) for path in sources("rpg_jax")), 412),
         ("config fields", lambda: len(config_files.fields()), 185),

@@ -222,9 +222,12 @@ def advantages(
     if lengths is None and declared.takes("lengths"):
         raise ValueError(f"{name} averages over tokens: give lengths [P, G]")
     given = {"rewards": rewards, "counted": counted, "lengths": lengths if lengths is None else jnp.asarray(lengths)}
-    if declared.takes("parts"):
+    asked = inspect.signature(declared.function).parameters
+    if counted is None and "counted" in asked and asked["counted"].default is inspect.Parameter.empty:
+        given["counted"] = jnp.ones(rewards.shape, bool)
+    if "parts" in asked:
         given["parts"], given["part_weights"] = _parts(rewards, parts, part_weights)
-    found = declared.function(**{argument: value for argument, value in given.items() if declared.takes(argument)})
+    found = declared.function(**{name: given[name] for name in asked if given.get(name) is not None})
     if jnp.shape(found) != rewards.shape:
         raise ValueError(f"advantage {name!r} must return the shape of rewards {rewards.shape}, got {jnp.shape(found)}")
     return found if counted is None else jnp.where(counted, found, 0)

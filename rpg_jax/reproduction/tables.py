@@ -280,8 +280,8 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             config="configs/smollm2_135m_sums.py",
             paper="In the paper: Tables 3 and 8, at 4 and 7 billion parameters. Here a pretrained model of 135 million "
             "learns 'What is a + b?'. `python -m launch.pretrained smollm2-135m` makes the folder of its "
-            "weights. On CPUs choose --jobs=1: a run takes two cores, up to 9 GB of memory and three to five minutes. "
-            "No row filters prompts",
+            "weights. On CPUs choose --jobs=1: a run takes two cores, up to 9 GB of memory and three to seven minutes, "
+            "and leaves a checkpoint of up to 1.8 GB. No row filters prompts",
             published=("table3_qwen3_4b_8k", "table8_qwen2p5_7b_instruct"),
             rates=(1e-5, 3e-5),  # at 1e-4 GRPO's held-out accuracy falls from 0.14 to 0.04
             scan_seeds=(100,),

@@ -78,8 +78,18 @@ class Trainer(Protocol):
         """Moves the data to a checkpoint's position, which the method `record` has returned."""
 
 
-MakeTrainer = Callable[..., tuple[Trainer, Any]]
-"""Makes a trainer and its first weights, see `reinforcement.make_trainer` and `supervised.make_trainer`."""
+class MakeTrainer(Protocol):
+    """Makes a trainer and its first weights. `closing` ends the threads and processes that the trainer starts."""
+
+    def __call__(
+        self,
+        experiment: Experiment,
+        folder: storage.Folder,
+        *,
+        checkpointing: Checkpointing,
+        log: RunLog,
+        closing: contextlib.ExitStack,
+    ) -> tuple[Trainer, Any]: ...
 
 
 class Session:

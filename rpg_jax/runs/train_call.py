@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -154,8 +154,8 @@ def prepared(
     if fits:
         chosen = config_files.changed(chosen, fitting.neutral(overrides) | dict(overrides))
         file = f"{Path(chosen.model.path).name.removesuffix('.gguf')}.model"
-    fields, names, functions = _handed_over(overrides, **given)
-    named = {k: v for k, v in overrides.items() if k != "model.path" or not fits} | names
+    handed = _handed_over(overrides, **given)
+    fields, named = handed.fields, {k: v for k, v in overrides.items() if k != "model.path" or not fits} | handed.named
     if "rewards.parts" in fields and chosen.rewards.overlong_shaping is None and "method" not in overrides:
         fields["rewards.overlong_shaping"] = False  # the reward is the reward that was handed over
     if data is not None or held_out is not None:
@@ -171,19 +171,26 @@ def prepared(
         if hosts.is_first():
             print("chosen for this run, each with the field that changes it:", *found.lines, sep="\n", flush=True)
         chosen = config_files.changed(chosen, found.fields)
-    return run_folder.named(chosen, file, named), functions
+    return run_folder.named(chosen, file, named), handed.functions
 
 
-def _handed_over(
-    overrides: Mapping[str, Any], *, reward: Any, **others: Any
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The Python objects of a call: config fields that name them, parts of the run's name, the objects by their names.
+class _Handed(NamedTuple):
+    """The Python objects of a call, as a run needs them.
 
-    A loss and an advantage are declared here.
+    Attributes:
+      fields: config fields that name the objects, by dotted name.
+      named: the parts of the run's name.
+      functions: the objects by their names in the config.
     """
-    fields: dict[str, Any] = {}
-    named: dict[str, Any] = {}
-    functions: dict[str, Any] = {}
+
+    fields: dict[str, Any]
+    named: dict[str, Any]
+    functions: dict[str, Any]
+
+
+def _handed_over(overrides: Mapping[str, Any], *, reward: Any, **others: Any) -> _Handed:
+    """The fields and functions of the objects of a call, by argument. A loss and an advantage are declared here."""
+    fields, named, functions = _Handed({}, {}, {})
     if reward is not None:
         weights, functions = rewards.named(reward)
         _refuse(overrides, "reward", "rewards.parts")
@@ -206,7 +213,7 @@ def _handed_over(
             fields |= _declared_loss(name, handed, overrides)
         elif argument == "advantage":
             losses.declare_own_advantage(name, handed)
-    return fields, named, functions
+    return _Handed(fields, named, functions)
 
 
 def _declared_loss(name: str, loss: Callable[..., Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

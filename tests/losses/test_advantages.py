@@ -179,13 +179,33 @@ def test_what_is_not_counted_changes_no_advantage_and_has_none(name):
     np.testing.assert_allclose(every, advantages(name, rewards, **given), rtol=1e-12)
 
 
-def test_an_advantage_of_ones_own_gets_what_it_asks_for_in_any_order():
+@pytest.fixture
+def own_advantage():
+    """Declares an advantage "outside:own" for the test."""
+    yield lambda function: declare_own_advantage("outside:own", function)
+    ADVANTAGES.pop("outside:own", None)
+
+
+def test_an_advantage_of_ones_own_gets_what_it_asks_for_in_any_order(own_advantage):
     def own(rewards, counted, lengths):
         return jnp.where(counted, rewards * lengths, 0)
 
-    declare_own_advantage("outside:own", own)
-    try:
-        found = advantages("outside:own", REWARDS, lengths=LENGTHS, counted=np.ones((3, 3), bool))
-    finally:
-        del ADVANTAGES["outside:own"]
-    np.testing.assert_allclose(found, REWARDS * LENGTHS)
+    own_advantage(own)
+    counted = np.array([[1, 0, 1], [1, 1, 1], [0, 1, 1]], bool)
+    found = advantages("outside:own", REWARDS, lengths=LENGTHS, counted=counted)
+    np.testing.assert_allclose(found, np.where(counted, REWARDS * LENGTHS, 0))
+
+
+def test_an_advantage_that_asks_for_counted_gets_an_array_also_where_all_completions_count(own_advantage):
+    def own(rewards, counted):
+        assert counted.shape == rewards.shape and counted.dtype == bool
+        return rewards - jnp.mean(rewards, axis=1, keepdims=True, where=counted)
+
+    own_advantage(own)
+    found = advantages("outside:own", REWARDS, lengths=LENGTHS)
+    np.testing.assert_allclose(found, REWARDS - REWARDS.mean(axis=1, keepdims=True), rtol=1e-6, atol=1e-6)
+
+
+def test_an_advantage_keeps_its_own_default_of_counted(own_advantage):
+    own_advantage(lambda rewards, counted=2.0: counted * rewards)
+    np.testing.assert_allclose(advantages("outside:own", REWARDS), 2 * REWARDS)
