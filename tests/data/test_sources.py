@@ -53,7 +53,7 @@ def test_repeated_rows_become_samples_of_one_problem(tmp_path):
     [("aime-2024", 30, "math_dapo"), ("aime25", 30, "aime2025"), ("amc-23", 40, "amc_23")],
 )
 def test_the_official_evaluation_files(name, problems, source):
-    if "RPG_DATA_DIR" not in os.environ:
+    if not os.environ.get("RPG_DATA_DIR"):
         pytest.skip("set RPG_DATA_DIR to the folder with aime-2024.parquet, aime25.parquet and amc-23.parquet")
     loaded, report = load(str(Path(os.environ["RPG_DATA_DIR"]) / f"{name}.parquet"))
     assert len(loaded) == problems and report.rows == 32 * problems and not report.bad
@@ -74,7 +74,7 @@ def test_the_official_evaluation_files(name, problems, source):
 )
 def test_the_hubs_evaluation_sets_are_the_official_files_problems(name, repository, row, tmp_path, monkeypatch):
     """The hub has each problem once, without a prompt; the official files have prompts and every problem 32 times."""
-    if "RPG_DATA_DIR" not in os.environ:
+    if not os.environ.get("RPG_DATA_DIR"):
         pytest.skip("set RPG_DATA_DIR to the folder with aime25.parquet and amc-23.parquet")
     official, _ = load(str(Path(os.environ["RPG_DATA_DIR"]) / f"{name}.parquet"))
     file = parquet(tmp_path / "0000.parquet", [row(p.question, p.answer) for p in official])
