@@ -116,8 +116,8 @@ def difference_table(
 
 
 def starred(points: Mean) -> str:
-    """A difference in points, in italics if its interval excludes 0."""
-    text = f"{points.value:+.1f}{points.margin}"
+    """A difference in points, in italics if its interval excludes 0; zero is +0.0, whatever the order of a sum left."""
+    text = f"{round(points.value, 9) + 0.0:+.1f}{points.margin}"
     return f"*{text}*" if points.excludes_zero else text
 
 

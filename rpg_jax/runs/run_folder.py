@@ -313,12 +313,13 @@ def flat_fields(config: ConfigDict) -> dict[str, Any]:
 
 
 def made_with() -> dict[str, Any]:
-    """The program, its commit, package versions ("" for a package that is missing), Python, devices, command line."""
-    there = installed_packages()
+    """The program, its commit, whether a file changed or a module is new, package versions ("" for a missing package),
+    Python, devices, command line."""
+    there, status = installed_packages(), _git("status", "--porcelain", "-uall").splitlines()
     return {
         "program": PROGRAM,
         "commit": _git("rev-parse", "HEAD") or os.environ.get("RPG_COMMIT", ""),
-        "uncommitted_changes": bool(_git("status", "--porcelain")),
+        "uncommitted_changes": any(line[:2] != "??" or line.endswith(".py") for line in status),
         "python": platform.python_version(),
         "packages": {name: there.get(normalised(name), "") for name in _PACKAGES},
         "platform": jax.default_backend(),
@@ -372,8 +373,7 @@ def _version_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> s
     if old := before.get("installed"):  # versions of earlier programs have no such list
         new = now["installed"]
         named |= {name: (old.get(name), new.get(name)) for name in sorted({*old, *new})}
-    changed = [f"{name} {was or 'none'} -> {has or 'none'}" for name, (was, has) in named.items() if was != has]
-    return ", ".join(changed)
+    return ", ".join(f"{name} {was or 'none'} -> {has or 'none'}" for name, (was, has) in named.items() if was != has)
 
 
 def _git(*arguments: str) -> str:

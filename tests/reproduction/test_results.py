@@ -108,9 +108,14 @@ def test_the_numbers_that_come_with_the_code_are_of_a_table():
         assert f"{load(data).name}.json.gz" == data.name
 
 
+# Until 2026-11-27 a file that git did not know counted as a change; the checkout of these runs had a link to weights.
+WITH_A_NEW_FILE = {"pretrained.json.gz"}
+
+
 @pytest.mark.slow  # draws the figures of a page
 @pytest.mark.parametrize("data", sorted(run_tables.DATA.glob("*.json.gz")), ids=lambda path: path.name)
 def test_a_committed_page_is_that_of_its_committed_runs(tmp_path, data):
     page = run_tables.page_from(data, tmp_path)
     assert (run_tables.DATA.parent / page.name).read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
-    assert not any(run.versions["uncommitted_changes"] for run in load(data).runs)
+    changed = any(run.versions["uncommitted_changes"] for run in load(data).runs)
+    assert changed == ("with uncommitted changes" in page.read_text(encoding="utf-8")) == (data.name in WITH_A_NEW_FILE)

@@ -334,6 +334,21 @@ def test_infinity_is_text_in_the_files_and_a_number_in_the_config(tmp_path):
     json.dumps(run_folder.identity(made(tmp_path, "r", **{"loss.clip_dual": float("inf")})), allow_nan=False)
 
 
+@pytest.mark.parametrize(
+    ("status", "changed"),
+    [
+        ("", False),
+        ("?? smollm2-135m/model.safetensors\n?? notes.txt", False),
+        ("?? configs/mine.py", True),
+        ("M rpg_jax/train.py\n?? notes.txt", True),
+        ("?? notes.txt\n D requirements.txt", True),
+    ],
+)
+def test_a_changed_file_or_a_new_module_is_an_uncommitted_change(monkeypatch, status, changed):
+    monkeypatch.setattr(run_folder, "_git", lambda *words: status if words[0] == "status" else "0123")
+    assert run_folder.made_with()["uncommitted_changes"] is changed
+
+
 def started(tmp_path, made_with):
     """The content of versions.json after one more start, and what the start said."""
     content, told = run_folder.versions_with_history(tmp_path / "versions.json", made_with)
