@@ -72,7 +72,7 @@ def load(
     """Returns the distinct problems of one or several sources, numbered in the order read, and a report on the rows.
 
     A source is the path of a .parquet, .jsonl or .json file, or of a folder of .parquet or .jsonl files; a name in
-    `HUB`; any hub data set as "hf:owner/name/config/split"; or "reasoning_gym:task". Repeated rows add samples.
+    `HUB`; any hub data set as "hf:owner/name/config/split"; "reasoning_gym:task". Repeated rows add demonstrations.
 
     Args:
       sources: one or more sources.
@@ -111,16 +111,15 @@ def load(
 
 def _merge(merged: dict[tuple[str, str], Problem], problem: Problem, report: Report) -> None:
     key = (problem.system, problem.prompt)
-    known = merged.get(key)
-    if known is None:
-        merged[key] = problem
-    elif known.answer and problem.answer and known.answer != problem.answer:
+    known = merged.setdefault(key, problem)
+    if known is problem:
+        return
+    if known.answer and problem.answer and known.answer != problem.answer:
         raise BadRow(f"the same prompt had the answer {known.answer!r} before, now {problem.answer!r}")
-    else:
-        report.repeated += 1
-        shown = tuple(dict.fromkeys([*known.demonstrations, *problem.demonstrations]))
-        answer, samples = known.answer or problem.answer, known.samples + problem.samples
-        merged[key] = dataclasses.replace(known, answer=answer, samples=samples, demonstrations=shown)
+    report.repeated += 1
+    shown = (*known.demonstrations, *problem.demonstrations)  # equal ones too: a teacher's samples have a frequency
+    answer, samples = known.answer or problem.answer, known.samples + problem.samples
+    merged[key] = dataclasses.replace(known, answer=answer, samples=samples, demonstrations=shown)
 
 
 Rows = Iterator[tuple[str, Any]]

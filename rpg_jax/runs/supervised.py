@@ -256,7 +256,8 @@ class Demonstrations:
         rows = min(c.train.microbatch_size or c.warm_start.batch_size, c.warm_start.batch_size)
         self._e, self._shape = e, row_shape(c)._replace(rows=rows)
         self._together = -(-c.warm_start.batch_size // rows)  # micro-batches of an update
-        problems = e.task.to_imitate
+        shown = e.task.to_imitate  # each once for each of its demonstrations; an environment makes its own later
+        problems = [dataclasses.replace(p, demonstrations=(text,)) for p in shown for text in p.demonstrations] or shown
         if not problems:
             raise ValueError(
                 f"no problem of task.name={c.task.name!r} has a demonstration: give rows a `demonstration` or "
@@ -284,7 +285,7 @@ class Demonstrations:
         return batches
 
     def _next_problems(self) -> list[data.Problem]:
-        """The problems of the next batches; [] after the last pass."""
+        """The problems of the next batches, each with one demonstration; [] after the last pass."""
         left = self._at_once if self._total is None else self._total - self._drawn
         problems = self._stream.take(min(self._at_once, left))
         self._drawn += len(problems)

@@ -293,6 +293,12 @@ def test_a_demonstration_is_read_from_every_form_and_an_answer_may_then_be_missi
     assert (again.prompt, again.demonstrations, again.answer) == (prompt, shown, answer)
 
 
+def test_equal_demonstrations_of_a_problem_are_all_kept_because_samples_have_a_frequency(tmp_path):
+    rows = [{"prompt": "1+1=", "completion": text} for text in ("2", "3", "2", "2")]
+    [problem], report = load(jsonl(tmp_path / "a.jsonl", rows))
+    assert (problem.demonstrations, report.repeated) == (("2", "3", "2", "2"), 3)
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

@@ -1,5 +1,6 @@
 """Warm starts are shared by every run that would train the same one; their batches hold every demonstration."""
 
+import dataclasses
 import itertools
 import json
 from types import SimpleNamespace
@@ -125,6 +126,14 @@ def test_packed_demonstrations_share_rows_and_none_is_lost_or_repeated():
     with packed.unlocked():
         packed.train.packed_length = 17
     assert cache_key(packed, {}) != cache_key(resolve(experiment.config), {})
+
+
+def test_problems_with_several_demonstrations_fill_every_batch_and_equal_demonstrations_count_each_time():
+    shown = [("7", "7", "7"), ("1",), ("2", "3"), ("4",)]
+    problems = [dataclasses.replace(p, demonstrations=d) for p, d in zip(PROBLEMS, shown, strict=False)]
+    batches = list(Demonstrations(experiment_of(problems), epochs=2))
+    assert [len(texts_of(batch)) for batch in batches] == [2] * 7
+    assert sorted(demonstrations_in(batches)) == sorted([f"{i:03d}:{d}" for i, of in enumerate(shown) for d in of] * 2)
 
 
 @pytest.mark.parametrize("train", [{}, {"packed_length": 16}, {"packed_length": 16, "microbatch_size": 1}])
