@@ -60,7 +60,11 @@ def sample(options: argparse.Namespace) -> None:
 def chat(options: argparse.Namespace, loaded: config_files.Loaded | None) -> None:
     """Plays the environment of a config or a run, or talks with a policy.
 
-    Raises ValueError if a config has no environment, or if a run names code to import and --trust is not given.
+    Exactly one of `options.run`, `options.model` and `loaded`, the file of --config, is not None. A person plays
+    the environment; with a model, or a run without an environment, a person talks with the policy.
+
+    Raises ValueError if two or none are given, if a config has no environment, or if a run names code to import and
+    --trust is not given.
     """
     if (options.run, options.model, loaded).count(None) != 2:
         raise ValueError("--chat needs --run=runs/NAME, --model=NAME or --config=FILE, and one of them alone")

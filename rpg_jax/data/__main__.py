@@ -48,9 +48,12 @@ def prepare(options: argparse.Namespace, console: Console) -> None:
 
 
 def inspect(options: argparse.Namespace, console: Console) -> None:
-    """Prints counts by source, columns, lengths, bad rows and first problems. If a config is given, it reads the rows.
+    """Prints counts by source, columns, lengths, bad rows and the first `options.examples` problems of the sources.
 
-    Raises ValueError if there are no sources, and where `load` and `experiment.data_settings` raise it.
+    With `options.config`, a file, the config gives the sources and the template that the command line leaves out. The
+    output then counts tokens too, and the prompts and demonstrations that are too long for the config.
+
+    Raises ValueError without sources, for overrides without a config, and as `load` and `experiment.data_settings` do.
     """
     seen = None
     if options.config is not None:

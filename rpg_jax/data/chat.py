@@ -26,8 +26,7 @@ class ChatTemplate:
       template: Jinja source, or the list of {name, template} that some repositories have ("default" is used).
       special_tokens: bos_token, eos_token, … that the template may write.
 
-    Raises:
-      ValueError: the template does not parse.
+    Raises ValueError if the template does not parse.
     """
 
     def __init__(self, template: str | Sequence[Mapping[str, str]], special_tokens: Mapping[str, str] | None = None):

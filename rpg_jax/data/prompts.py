@@ -66,8 +66,7 @@ class PromptStream:
       problems: N problems held in memory, or anything with `__len__` and `__getitem__`.
       seed: seed of the shuffle, in [0, 2**32).
 
-    Raises:
-      ValueError: there are no problems.
+    Raises ValueError if there are no problems.
     """
 
     def __init__(self, problems: Sequence[Problem], *, seed: int):
@@ -96,8 +95,7 @@ class PromptStream:
     def restore(self, state: dict[str, Any]) -> None:
         """Continues exactly where `state` was taken.
 
-        Raises:
-          ValueError: the state belongs to other problems or another seed.
+        Raises ValueError if the state belongs to other problems or another seed.
         """
         differing = {k: (state.get(k), v) for k, v in self._identity.items() if state.get(k) != v}
         if differing:
@@ -138,8 +136,7 @@ TEMPLATES = {
 def apply_template(template: str, question: str) -> str:
     """The question inside a template: `template` is the name of a template, or a text that holds {question}.
 
-    Raises:
-      ValueError: `template` is neither a known name nor a text with {question}.
+    Raises ValueError if `template` is neither a known name nor a text with {question}.
     """
     text = TEMPLATES.get(template, template)
     if text.count("{question}") != 1:

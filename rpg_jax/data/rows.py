@@ -94,8 +94,7 @@ def read_row(row: Any, reading: Reading, prompt_id: int, report: Report) -> Prob
     Args:
       report: counts the columns that were read, and the other columns.
 
-    Raises:
-      BadRow: a key is missing, a type is wrong, or the prompt or the answer is empty.
+    Raises BadRow if a key is missing, a type is wrong, or the prompt or the answer is empty.
     """
     if not isinstance(row, Mapping):
         raise BadRow(f"expected an object, got {type(row).__name__}")

@@ -302,8 +302,7 @@ def write_parquet(problems: Sequence[Problem], path: str | os.PathLike[str]) -> 
 
     The file appears complete or not at all.
 
-    Raises:
-      ValueError: there is nothing to write.
+    Raises ValueError if there is nothing to write.
     """
     if not problems:
         raise ValueError(f"nothing to write to {path}: every problem was removed")

@@ -61,8 +61,7 @@ class Arithmetic:
         Without `count` it returns all problems if operands have up to three digits. With more digits, it draws 100,000
         problems, and returns the problems of the split among them.
 
-        Raises:
-          ValueError: the split is unknown, or has fewer problems than asked for.
+        Raises ValueError if the split is unknown, or has fewer problems than asked for.
         """
         if split not in ("train", "held_out"):
             raise ValueError(f"split must be 'train' or 'held_out', got {split!r}")
@@ -178,11 +177,10 @@ class Chains:
         """`count` distinct problems of "train" or of one of `CHAIN_SETS`, drawn from `seed`. The old skill has only 49
         problems for each operator, so it may return fewer. A larger `count` only adds problems to the end.
 
-        No chain of a held-out set is in "train", whatever the seeds. Every prompt of the old skill was in the warm
-        start: the old skill is knowledge that RL should not lose.
+        No chain of a held-out set is in "train", whatever the argument `seed` is. Every prompt of the old skill was in
+        the warm start: the old skill is knowledge that RL should not lose.
 
-        Raises:
-          ValueError: the name is unknown, or `count` is above 100,000.
+        Raises ValueError if the name is unknown, or `count` is above 100,000.
         """
         if name not in ("train", *CHAIN_SETS):
             raise ValueError(f"chains have the sets train, {', '.join(CHAIN_SETS)}; got {name!r}")

@@ -78,8 +78,7 @@ class Tokenizer(Codec, Protocol):
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer in a folder, or in one file: `tokenizer.json` if there is one, else a SentencePiece `*.model`.
 
-    Raises:
-      ValueError: there is neither file; the message lists the files found.
+    Raises ValueError if there is neither file; the message lists the files found.
     """
     path = Path(path)
     for file in (path, path / "tokenizer.json", path / "tokenizer.model", *sorted(path.glob("*.model"))):

@@ -75,7 +75,13 @@ class Environment(Protocol):
         ...
 
     def step(self, problem: Posed, messages: Sequence[Message], completion: str) -> Turn | Awaitable[Turn]:
-        """The answer to `completion`, the policy's turn after `messages`, without its stop token."""
+        """The environment's answer to a turn of the policy, see `Turn`.
+
+        Args:
+          problem: the problem that `reset` was given.
+          messages: the conversation before the turn, the messages of `reset` first.
+          completion: the text of the turn, without its stop token.
+        """
         ...
 
 

@@ -92,8 +92,7 @@ class Observations:
     again, so that the context only grows. So a template cannot leave out the thoughts of earlier turns. Without a
     template the contents are encoded as they are.
 
-    Raises:
-      ValueError: the chat template does not take an assistant's message.
+    Raises ValueError if the chat template does not take an assistant's message.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, thinking: bool):

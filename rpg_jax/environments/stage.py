@@ -43,8 +43,7 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
       workers: number of processes; by default one per CPU, at most 8.
       deadline_s: seconds that a call may take.
 
-    Raises:
-      ValueError: the environment runs in this process and cannot be made.
+    Raises ValueError if the environment runs in this process and cannot be made.
     """
 
     def __init__(

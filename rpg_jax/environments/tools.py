@@ -45,8 +45,7 @@ class ToolUse:
         the reward of the last turn.
       cost: the reward of each call is -cost.
 
-    Raises:
-      ValueError: a tool or the verifier is unknown, two tools have one name, or the verifier asks a server.
+    Raises ValueError if a tool or the verifier is unknown, two tools have one name, or the verifier asks a server.
     """
 
     def __init__(
@@ -161,8 +160,7 @@ def make_tool(name: str, options: Mapping[str, Any]) -> Tool:
     Its schema comes from the function's annotations (str, int, float, bool, list, dict) and the first paragraph of its
     docstring.
 
-    Raises:
-      ValueError: the tool is unknown, or an argument has no such annotation.
+    Raises ValueError if the tool is unknown, or an argument has no such annotation.
     """
     if name not in TOOLS and ":" not in name:
         raise ValueError(f"unknown tool {name!r}; known: {', '.join([*TOOLS, 'module:name'])}")

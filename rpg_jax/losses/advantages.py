@@ -157,8 +157,7 @@ def declare_own_advantage(name: str, function: Callable[..., jax.Array]) -> None
     Args:
       name: "module:function", the value of `loss.advantage` in a config.
 
-    Raises:
-      ValueError: `function` does not have this form.
+    Raises ValueError if `function` does not have this form.
     """
     if not inspect.isfunction(function):
         raise ValueError(f"the advantage {name!r} must be a function, made with def; got {type(function).__name__}")
@@ -280,8 +279,7 @@ def turn_advantages(
     Returns:
       f32[k] for each prompt and completion.
 
-    Raises:
-      ValueError: the advantage is unknown, compares a whole batch, or comes from a critic.
+    Raises ValueError if the advantage is unknown, compares a whole batch, or comes from a critic.
 
     Source: the return to go is REINFORCE's. The baselines by turn and the rule for s are ours.
     """

@@ -72,8 +72,7 @@ def aggregate(values: jax.Array, tokens: Trained, kind: str, constant_length: fl
       kind: a name of `AGGREGATES`.
       constant_length: tokens, for `constant`.
 
-    Raises:
-      ValueError: `kind` is unknown, or `kind` is `constant` and `constant_length` is None.
+    Raises ValueError if `kind` is unknown, or `kind` is `constant` and `constant_length` is None.
     """
     declared = lookup(AGGREGATES, "aggregate", kind)
     length = (constant_length,) if declared.takes("constant_length") else ()

@@ -59,7 +59,7 @@ class Region:
         return {"clip": self.clipped, "clip_high": self.high, "clip_low": self.low, "clip_dual": self.dual}
 
     def select(self, high: ArrayLike, low: ArrayLike, dual: ArrayLike, otherwise: jax.Array) -> jax.Array:
-        """Each token's value: the value of its region, or `otherwise`."""
+        """f[B, T]: `high`, `low` or `dual` at the tokens of that region, `otherwise` at tokens that are not clipped."""
         for where, value in ((self.high, high), (self.low, low), (self.dual, dual)):
             otherwise = jnp.where(where, value, otherwise)
         return otherwise

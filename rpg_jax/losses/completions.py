@@ -1,8 +1,9 @@
 r"""RPG for completions: the gradient weights of a regularized objective over whole completions.
 
-A completion is x = (a_1 … a_T). W = Π w_t, ρ_x and r_x are the ratios of completions, W_{<t} and ρ_{≤t} are
-ratios of prefixes. The objective is J = E_{x~π_θ}[R(x)] − β D(π_θ, π_ref) over completions. With a divergence's
-K = w (a log r + b) − c ρ (`Divergence.coefficients`), both functions give G_t in ∇J = E_{π_old}[Σ_t G_t ∇log π_θ(a_t)].
+A completion is x = (a_1 … a_T). A token has the ratios w_t = π_θ/π_old, ρ_t = π_ref/π_old and r_t = π_θ/π_ref. W, ρ_x
+and r_x are the products over a completion, W_{<t} and ρ_{≤t} the products over a prefix. The objective is
+J = E_{x~π_θ}[R(x)] − β D(π_θ, π_ref) over completions. With a divergence's K = w (a log r + b) − c ρ
+(`Divergence.coefficients`), both functions give G_t in ∇J = E_{π_old}[Σ_t G_t ∇log π_θ(a_t)].
 
 `regularized_pg.rpg_tokens` takes the prefixes as given: it leaves out the prefixes' weights and, for reverse
 divergences, the KL that is still to come.
@@ -34,7 +35,7 @@ class GradientWeights(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The hyperparameters of `rpg` for completions; `cap` is its `weight_cap`."""
+    """The hyperparameters of `rpg_completions`, where `cap` is `weight_cap`; `exact`: the estimator is `exact`."""
 
     kl_coef: KLCoef
     weight: str = "token"
@@ -53,11 +54,11 @@ class Completions:
         self.log_w, self.log_rho, self.log_r = (stop_gradient(x) for x in (tokens.log_w, tokens.log_rho, tokens.log_r))
 
     def whole(self, x: jax.Array) -> jax.Array:
-        """Σ_t x_t."""
+        """Σ_t x_t of a completion, at each of its tokens; x is f[B, T]."""
         return masking.completion_sum(x, self.tokens.mask, self.tokens.completion_ids)
 
     def prefix(self, x: jax.Array) -> jax.Array:
-        """Σ_{u ≤ t} x_u."""
+        """Σ_{u ≤ t} x_u, from the first token of the completion to token t; x is f[B, T]."""
         return masking.completion_scan(x, self.tokens.mask, self.tokens.completion_ids)
 
     def ratio(self, options: Options) -> jax.Array:
@@ -77,7 +78,7 @@ class Completions:
         return jnp.minimum(ratio, options.cap) if options.weight == "capped" else ratio
 
     def reference_prefix_ratio(self) -> jax.Array:
-        """ρ_{<t}."""
+        """ρ_{<t} f[B, T], the product of π_ref/π_old over the tokens of a completion before t; 1 at the first token."""
         return bounded_exp(self.prefix(self.log_rho) - self.log_rho)
 
 
@@ -86,8 +87,12 @@ def sequence(tokens: Tokens, divergence: Divergence, options: Options) -> Gradie
 
         G_t = C (A − β (a log r_x + b)) + β c ρ_{≤t}
 
-    C is W (`product`: exact), min(W, cap) (`capped`), w_t (`token`) or 1 (`none`). The prefix ρ_{≤t} has the
-    expectation of ρ_x and a smaller variance. `kl_ratio="behaviour"` takes π_old for π_θ in log r_x: KL in the reward.
+    A is the advantage, β is `kl_coef`, and a, b, c are the coefficients of the divergence. W is the product of
+    w_t = π_θ/π_old over the completion, r_x the product of π_θ/π_ref. ρ_{≤t} is the product of π_ref/π_old up to t.
+
+    `options.weight` chooses C: W (`product`: exact), min(W, cap) (`capped`), w_t (`token`) or 1 (`none`). ρ_{≤t} has
+    the expectation of ρ_x and a smaller variance. `kl_ratio="behaviour"` takes π_old for π_θ in log r_x: KL in the
+    reward. The result is f[B, T] and constant in θ.
     """
     x, (a, b, c) = Completions(tokens), divergence.of_completions()
     ratio, kl_coef = x.ratio(options), options.kl_coef

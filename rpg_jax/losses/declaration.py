@@ -244,8 +244,7 @@ def declare_own_loss(name: str, function: Callable[..., TokenLoss]) -> Loss:
     Args:
       name: "module:function", the value of `loss.name` in a config.
 
-    Raises:
-      ValueError: `function` does not have this form.
+    Raises ValueError if `function` does not have this form.
     """
     if name in LOSSES and LOSSES[name].function is function:
         return LOSSES[name]

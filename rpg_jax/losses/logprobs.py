@@ -88,7 +88,7 @@ class TokenNumbers(NamedTuple):
     Attributes:
       logprobs, ref_logprobs: f32[..., T], the log-probabilities of the token under both policies.
       entropy: f32[..., T] of the policy, or None.
-      kl: the KL of the two distributions in both directions.
+      kl: f[..., T] each, the KL of the two distributions in both directions, in nats.
     """
 
     logprobs: jax.Array
@@ -119,13 +119,15 @@ def token_divergences(
     policies. The gradient reaches `hidden` and `head`; the reference is a constant.
 
     Args:
+      hidden, head, targets: f[..., T, D], f[V, D] and i32[..., T] of the policy, as in `token_logprobs`.
       ref_hidden: f[..., T, E], hidden states of the reference, whose width E may be another.
       ref_head: f[V, E].
-      hidden, head, targets, temperature, chunk_size, entropy, cut, used: as in `token_logprobs`. `cut` shards
-        `ref_hidden` and `ref_head` in the way of `hidden` and `head`.
+      temperature, chunk_size: as in `token_logprobs`, for both policies.
+      entropy: also return the policy's entropy, in nats.
+      cut: how the arrays lie on a mesh. `ref_hidden` and `ref_head` are sharded in the way of `hidden` and `head`.
+      used: i32[], the number of leading positions of the T axis whose numbers are wanted; None: all positions.
 
-    Raises:
-      ValueError: as `token_logprobs`, and for a reference of another vocabulary or of other tokens.
+    Raises ValueError as `token_logprobs` does, and if the reference has another vocabulary or other tokens.
 
     Source: the Rao-Blackwell estimate of arXiv:2504.10637 is the sum of `reverse` over the tokens of a completion.
     """

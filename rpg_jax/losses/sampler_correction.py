@@ -49,23 +49,26 @@ SAMPLER_CORRECTIONS = Table(Kind)
 
 @SAMPLER_CORRECTIONS.declare(r"\min(u, h)", carries="token")
 def truncate(tokens: Tokens, *, high: float = 2.0) -> Correction:
-    """min(u, h): truncated importance sampling (fengyao.notion.site/off-policy-rl), exact per token for h = ∞."""
+    """A token's weight is min(u, `high`), u = π_old/π_s: truncated importance sampling, exact per token for high = ∞.
+
+    Source: fengyao.notion.site/off-policy-rl.
+    """
     u = jnp.exp(tokens.log_sampler_ratio)
     return Correction(tokens, jnp.minimum(u, high), {"sampler_ratio_truncated": u > high})
 
 
 @SAMPLER_CORRECTIONS.declare(r"u \cdot [l \le u \le h]", carries="token")
 def mask(tokens: Tokens, *, low: float = 0.5, high: float = 5.0) -> Correction:
-    """u where l ≤ u ≤ h, else 0: IcePop (arXiv:2510.18855), or masked importance sampling."""
+    """u = π_old/π_s where low ≤ u ≤ high, else 0: IcePop (arXiv:2510.18855), or masked importance sampling."""
     u = jnp.exp(tokens.log_sampler_ratio)
     return _kept(tokens, u, (u >= low) & (u <= high))
 
 
 @SAMPLER_CORRECTIONS.declare(r"u_x \cdot [l \le u_x \le h]", carries="completion")
 def sequence(tokens: Tokens, *, low: float = 0.5, high: float = 2.0) -> Correction:
-    """u_x where l ≤ u_x ≤ h, else 0: exact for completions where none is rejected (Seq-MIS of verl, commit 1dda039).
+    """u_x where low ≤ u_x ≤ high, else 0: exact for completions if none is rejected (Seq-MIS of verl, commit 1dda039).
 
-    u_x falls or grows with the length, so the bounds reject long completions first.
+    u_x, the product of u = π_old/π_s, falls or grows with the length, so the bounds reject long completions first.
     """
     u = jnp.exp(masking.completion_sum(tokens.log_sampler_ratio, tokens.mask, tokens.completion_ids))
     return _kept(tokens, u, (u >= low) & (u <= high))
@@ -73,14 +76,14 @@ def sequence(tokens: Tokens, *, low: float = 0.5, high: float = 2.0) -> Correcti
 
 @SAMPLER_CORRECTIONS.declare(r"[l \le \bar u \le h]")
 def geometric(tokens: Tokens, *, low: float = 0.999, high: float = 1.001) -> Correction:
-    """1 where l ≤ ū ≤ h, else 0: completions are rejected whatever their length (Geo-RS of verl, commit 1dda039)."""
+    """1 where low ≤ ū = u_x^(1/T) ≤ high, else 0, at any length of a completion (Geo-RS of verl, commit 1dda039)."""
     u = jnp.exp(masking.completion_mean(tokens.log_sampler_ratio, tokens.mask, tokens.completion_ids))
     return _kept(tokens, jnp.ones_like(u), (u >= low) & (u <= high))
 
 
 @SAMPLER_CORRECTIONS.declare(r"[A \ge 0 \text{ or } (\textstyle\prod_t \pi_\theta/\pi_s)^{1/T} \ge l]")
 def off_policy(tokens: Tokens, *, low: float = math.exp(-0.5)) -> Correction:
-    """0 for completions with A < 0 and mean log(π_s/π_θ) > δ = −log l, else 1 (DeepSeek-V3.2, arXiv:2512.02556).
+    """0 for completions with A < 0 and mean log(π_s/π_θ) > δ = −log low, else 1 (DeepSeek-V3.2, arXiv:2512.02556).
 
     The report says "off-policy sequence masking" and gives no δ; TRL suggests 0.5 nats a token (commit f2cd577). The
     ratio holds the sampler's gap and the drift of the policy.

@@ -65,8 +65,7 @@ def value_loss(values: jax.Array, old_values: jax.Array, returns: jax.Array, *, 
       returns: f[B, T].
       clip: ε > 0, in units of reward; None for the plain squared error.
 
-    Raises:
-      ValueError: clip is not above 0.
+    Raises ValueError if clip is not above 0.
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"the clip of values must be > 0, or None for no clip; got {clip}")

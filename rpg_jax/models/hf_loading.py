@@ -211,9 +211,12 @@ def _check_tied(files: Folder, found: dict[str, tuple[int, ...]]) -> None:
 def place_all(
     files: Folder, stored: list[Stored], dtype, shardings: Params | None, *, head_is_tied: bool = False
 ) -> dict[tuple[str, ...], jax.Array]:
-    """The `stored` parameters in `dtype`, by their paths; `shardings` as in `load`. Raises as `_check_tensors` does.
+    """The `stored` parameters in `dtype` on the devices, by their paths; each device reads its own shard only.
 
-    With `head_is_tied` the output head is the embedding: the files need no head, or have an equal one.
+    `shardings` is a nested dict by the same paths; None: all on the first local device. With `head_is_tied` the
+    output head is the embedding, and the files have no head or an equal head.
+
+    Raises ValueError unless the files have the tensors of `stored` alone, in their shapes.
     """
     _check_tensors(files, stored, head_is_tied=head_is_tied)
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

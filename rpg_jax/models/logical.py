@@ -20,8 +20,7 @@ def partition_spec(*names: str | None) -> PartitionSpec | None:
 
     It leaves out mesh axes of one device.
 
-    Raises:
-      ValueError: the rules lack a name, or put two dimensions on one mesh axis.
+    Raises ValueError if the rules lack a name, or put two dimensions on one mesh axis.
     """
     rules, mesh = dict(linen.get_logical_axis_rules()), jax.sharding.get_abstract_mesh()
     if not rules or mesh.empty:

@@ -64,8 +64,7 @@ class Lora:
 def adapted_matrices(config: DecoderConfig, lora: Lora) -> list[Stored]:
     """The matrices that get adapters. Their dimensions are [*stack, *inputs, *outputs], inputs as in `groups[1]`.
 
-    Raises:
-      ValueError: the model has no such matrices.
+    Raises ValueError if the model has no such matrices.
     """
     absent, instead = ("experts", "feed-forward") if config.experts is None else ("feed-forward", "experts")
     if lora.targets == absent:
@@ -196,8 +195,7 @@ def load_adapters(
 ) -> Params:
     """Reads the adapters in a folder of the library peft. Each device reads its own shard only.
 
-    Raises:
-      ValueError: the folder has adapters of another kind, rank, alpha or targets, or of another model.
+    Raises ValueError if the folder has adapters of another kind, rank, alpha or targets, or of another model.
     """
     folder = Path(folder)
     _check(folder, config, lora)

@@ -45,10 +45,11 @@ class MoE(nnx.Module):
         return sharded(x, weights, experts, *matrices).astype(x.dtype), experts
 
     def route(self, x: jax.Array, recorded: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """Mixture weights f32[B, T, k] and expert indices i32[B, T, k] of x [B, T, D].
+        """Mixture weights f32[B, T, k] and expert indices i32[B, T, k] of x [B, T, D]; k experts for each token.
 
-        `recorded` [B, T, k] replaces the choice of experts (rollout routing replay, arXiv:2510.11370). Their weights
-        are this router's, with its gradient.
+        The weights are the router's softmax over all experts; if configured, the k weights are divided by their sum.
+        `recorded`, ints [B, T, k], replaces the choice of experts (rollout routing replay, arXiv:2510.11370). The
+        weights of `recorded` experts are also this router's, with its gradient.
         """
         logits = jnp.einsum("btd,de->bte", x, self.router[...].astype(x.dtype), preferred_element_type=jnp.float32)
         probabilities = jax.nn.softmax(logits, axis=-1)

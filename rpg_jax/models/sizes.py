@@ -124,8 +124,7 @@ SIZES: Mapping[str, DecoderConfig] = MappingProxyType(
 def size(name: str) -> DecoderConfig:
     """The config of a published size, by name in any case ("qwen3-4b").
 
-    Raises:
-      ValueError: there is no such size; the message names the nearest.
+    Raises ValueError if there is no such size; the message names the nearest.
     """
     known = {key.lower(): config for key, config in SIZES.items()}
     if name.lower() not in known:

@@ -100,7 +100,7 @@ class Estimate:
         return max(p.hbm for name, p in self.programs.items() if (name in SAMPLING) == sampling)
 
     def fits(self, topology: Topology) -> bool:
-        """Whether sampling fits, and training fits in the share `TRUSTED` of a chip."""
+        """Whether sampling fits in the HBM of a chip, and training fits in the share `memory.TRUSTED` of the HBM."""
         hbm = topology.chip.hbm
         return self.peak(sampling=True) <= hbm and self.peak(sampling=False) <= memory.TRUSTED * hbm
 

@@ -257,7 +257,7 @@ class Instruction:
 
 
 def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    """The instructions of each computation by its name, and the name of the entry computation."""
+    """The instructions of each computation in `compiled.as_text()`, by name, and the entry's name; "" if none."""
     found: dict[str, list[Instruction]] = {}
     entry = ""
     for line in text.splitlines():
@@ -322,8 +322,7 @@ def bytes_of(kind: str, everywhere: bool = False) -> float:
 def replica_group_size(attributes: str) -> int:
     """Devices in a replica group; 2 if the text does not say.
 
-    Raises:
-      ValueError: the groups are written in a form that is not known.
+    Raises ValueError if the groups are written in a form that is not known.
     """
     if iota := captured(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
         return int(iota[0])

@@ -66,7 +66,10 @@ def parts_on(config: ConfigDict, topology: Topology) -> tuple[Layout, Learner, D
 
 
 def with_known_shapes(config: ConfigDict) -> ConfigDict:
-    """`config`. If path and size of a model are set, and the path cannot be read here: a copy without the path."""
+    """`config`, or a copy without `model.path` and `model.tokenizer` if the model at `model.path` cannot be read here.
+
+    Only a config with `model.size`, which gives the shapes, is copied. A line on stderr says the reason.
+    """
     m = config.model
     if not (m.path and m.size):
         return config

@@ -53,8 +53,7 @@ class Topology:
     def devices(self) -> list[jax.Device]:
         """Devices to compile for, without a TPU.
 
-        Raises:
-          ValueError: libtpu, which holds the compiler, is not installed.
+        Raises ValueError if libtpu, which holds the compiler, is not installed.
         """
         library = tpu_compiler.library()
         if library is None:

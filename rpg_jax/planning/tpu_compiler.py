@@ -36,8 +36,7 @@ def library() -> Path | None:
 def get() -> str:
     """Installs the compiler into `folder` by pip if it is missing. Returns a line that names the place.
 
-    Raises:
-      ValueError: pip failed, and has printed why.
+    Raises ValueError if pip failed, and has printed why.
     """
     if found := library():
         return f"the compiler for TPUs is there: {found}"

@@ -44,8 +44,7 @@ def write_page(run_dirs: Sequence[Path], out: Path, *, rollout_steps: int = ROLL
 
     The page holds the rollouts of at most `rollout_steps` steps of each run, spread evenly over steps with rollouts.
 
-    Raises:
-      ValueError: a run has no steps, or its folder has a broken file.
+    Raises ValueError if a run has no steps, or its folder has a broken file.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page_of([Run.read(folder) for folder in run_dirs], rollout_steps=rollout_steps))

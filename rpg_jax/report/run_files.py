@@ -38,10 +38,14 @@ class Line(NamedTuple):
 
 
 def read_lines(path: Path) -> tuple[list[Line], bytes]:
-    """The lines of a JSON-lines file, and the bytes of a last line that a kill or a full disk cut short.
+    """The lines of a JSON-lines file, and the bytes of a last line that a kill or a full disk cut short, else b"".
+
+    A missing file gives ([], b""). A last object without its line break is a whole line.
 
     Raises:
-      ValueError: a line before the last is broken (the message has file and line number), or the path is no file.
+      ValueError: a line before the last is no JSON object (the message has file and line number), or the file has more
+        than 1 GiB.
+      OSError: the path cannot be read, for instance a folder.
     """
     try:
         *complete, last = read_bytes(path, _MOST_BYTES).split(b"\n") if path.exists() else [b""]

@@ -103,8 +103,7 @@ def interval(by_problem: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     Args:
       by_problem: f64[..., P], scores in [0, 1].
 
-    Raises:
-      ValueError: there is no problem, or a score is outside [0, 1].
+    Raises ValueError if there is no problem, or a score is outside [0, 1].
 
     Source: Agresti and Coull 1998 (four verdicts more); Kish 1965 (N and D, the design effect); Korn and Graubard 1998
     (both together). These sources add nothing to D.

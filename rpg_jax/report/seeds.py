@@ -51,8 +51,7 @@ def mean(values: Sequence[float]) -> Mean:
 def paired_difference(row: Mapping[int, float], baseline: Mapping[int, float]) -> Mean:
     """Mean of (row − baseline) over the seeds that both have, with the interval of the differences.
 
-    Raises:
-      ValueError: the two have no seed in common.
+    Raises ValueError if the two have no seed in common.
     """
     seeds = sorted(set(row) & set(baseline))
     if not seeds:

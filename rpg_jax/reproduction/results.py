@@ -139,8 +139,7 @@ def merge(kept: Results, new: Results, order: Collection[str]) -> Results:
     Args:
       order: the order of the rows; rows that are not in `order` come last.
 
-    Raises:
-      ValueError: runs of `kept` and `new` started from different weights.
+    Raises ValueError if runs of `kept` and `new` started from different weights.
     """
     _check_starts(kept, new)
     rows = {**kept.table.rows, **new.table.rows}

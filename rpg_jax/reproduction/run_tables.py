@@ -89,8 +89,7 @@ def make_table(name: str, table: Table, options: TableOptions) -> tuple[Path, di
 def page_from(data: Path, out: Path) -> Path:
     """Writes the page and the figures of a table from its numbers, without a run; returns the page.
 
-    Raises:
-      ValueError: there are no numbers of this table.
+    Raises ValueError if there are no numbers of this table.
     """
     found = results.load(data)
     return page.write_page(found, out / found.name)
@@ -295,8 +294,7 @@ def progress_bars() -> Progress:
 def platform_name() -> str:
     """`cpu`, `gpu` or `tpu`. Another process asks JAX: a process that opens a TPU keeps it from the runs.
 
-    Raises:
-      ValueError: JAX does not start.
+    Raises ValueError if JAX does not start.
     """
     asked = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
     answer = subprocess.run(asked, capture_output=True, text=True, errors="replace")

@@ -29,8 +29,7 @@ def load(path: str, kind: str) -> Callable[..., Any]:
     Args:
       kind: the use of the function, for the messages: "reward", "environment", "tool", "task".
 
-    Raises:
-      ValueError: the path has another form, the module cannot be imported, or the module has no such name.
+    Raises ValueError if the path has another form, the module cannot be imported, or the module has no such name.
     """
     module, _, name = path.partition(":")
     if not module or not name:
@@ -215,9 +214,12 @@ class Background:
 
 
 class InProcess:
-    """Calls functions in this process. The async functions of a batch run at the same time.
+    """Calls the reward functions of a user in this process. The async functions of a batch run at the same time.
 
-    Async functions run in a thread of their own, so the caller may have a running event loop, as a notebook has.
+    Async functions run in one thread of their own, so the caller may have a running event loop, as a notebook has.
+
+    Args:
+      deadline_s: seconds after which the call of an async function is cancelled. Other functions have no deadline.
     """
 
     def __init__(self, deadline_s: float):

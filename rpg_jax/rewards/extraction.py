@@ -42,8 +42,7 @@ def gsm8k(completion: str, answer: str) -> float:
     Only the last 300 characters of the completion are read. The reference `answer` is the number, or the data set's
     whole solution, which ends in "#### number".
 
-    Raises:
-      ValueError: the reference holds no number.
+    Raises ValueError if the reference holds no number.
     """
     reference = _number(answer.rpartition("####")[2])
     if reference is None:

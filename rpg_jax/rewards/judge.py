@@ -60,8 +60,7 @@ class Failed(Exception):
 class Server:
     """The server of a judge, and the form of the requests. The config's section `judge` has the same fields.
 
-    Raises:
-      ValueError: `url` is missing or is not an HTTP address, or the prompt lacks {completion}.
+    Raises ValueError if `url` is missing or is not an HTTP address, or the prompt lacks {completion}.
     """
 
     url: str | None = None

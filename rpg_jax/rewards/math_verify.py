@@ -14,8 +14,7 @@ _parse = functools.partial(parse, parsing_timeout=None)
 def math_verify(completion: str, answer: str) -> float:
     """1 if an answer found in the completion (boxed answers first) equals the reference, else 0.
 
-    Raises:
-      ValueError: the reference cannot be parsed.
+    Raises ValueError if the reference cannot be parsed.
     """
     reference = _reference(answer)
     if not reference:

@@ -46,8 +46,7 @@ def format_match(completion: str, *, pattern: str = "answer_line") -> float:
     "answer_line": the last line is "Answer: …". "boxed": it contains \\boxed{…}. "number": a whole number, alone or
     after one "#", with its sign before or after it. "think": reasoning between think tags, then text.
 
-    Raises:
-      ValueError: the pattern is unknown.
+    Raises ValueError if the pattern is unknown.
     """
     if pattern not in FORMATS:
         raise ValueError(f"unknown format {pattern!r}; known: {', '.join(FORMATS)}")
@@ -71,8 +70,7 @@ def overlong_penalty(lengths: np.ndarray, *, limit: int, buffer: int) -> np.ndar
       limit: L_max, tokens.
       buffer: B, tokens.
 
-    Raises:
-      ValueError: the buffer is empty or longer than the limit.
+    Raises ValueError if the buffer is empty or longer than the limit.
 
     Source: arXiv:2503.14476 eq. 13; B = 512 at L_max = 2048 in arXiv:2505.17508.
     """
@@ -95,8 +93,9 @@ class Verifier:
       remote: a server is asked, see `judge.Judge`; the options are the fields of `judge.Server`.
       graded: scores say how good, not right or wrong. Such a verifier needs `rewards.right_above` to decide accuracy.
       played: no function is called. The score is the sum of an environment's rewards, see `scorer.total_reward`.
-      read, equal: where equality has no normal form, "module:function" of two more functions of the pool: the answer
-        of a completion as {"answer": text or None}, and 1 if two completions have equal answers, else 0.
+      read, equal: "module:function" of two functions of the pool, which majority votes need where equal answers have no
+        normal form. `read` takes a completion and returns {"answer": text or None}. `equal` takes two answers, and
+        returns 1 if both are equal, else 0. "": `extraction.extract_answer` writes equal answers alike.
       function: the function that a Python program handed over under the name `path`; None: it is loaded from `path`.
     """
 
@@ -184,7 +183,10 @@ def resolve(name: str, functions: Functions = NO_FUNCTIONS) -> Verifier | None:
 
 
 def paths(names: Iterable[str]) -> list[str]:
-    """The "module:function" of each verifier among the parts `names`; "by_source" stands for all verifiers."""
+    """The sorted "module:function" of each distinct verifier among the parts `names`. Shaping terms have none.
+
+    "by_source" stands for all verifiers.
+    """
     found = {v for name in names for v in (VERIFIERS.values() if name == BY_SOURCE else [resolve(name)]) if v}
     return sorted(verifier.path for verifier in found)
 
@@ -192,8 +194,7 @@ def paths(names: Iterable[str]) -> list[str]:
 def name_for_source(source: str) -> str:
     """The name of the verifier for problems of `source`; reasoning-gym's tasks ("reasoning_gym/…") compare exactly.
 
-    Raises:
-      ValueError: the source is unknown.
+    Raises ValueError if the source is unknown.
     """
     if source.startswith("reasoning_gym/"):
         return "exact"

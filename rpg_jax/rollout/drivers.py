@@ -160,8 +160,7 @@ def make_rollout(
 
     If `params` are adapters, `base` are the frozen weights. `Weights` describes `base` and `merge`.
 
-    Raises:
-      ValueError: the driver is unknown or remote, or lacks a package that its own package needs.
+    Raises ValueError if the driver is unknown or remote, or lacks a package that its own package needs.
     """
     make = find_driver(driver).make
     if make is None:

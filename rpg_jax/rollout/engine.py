@@ -57,8 +57,7 @@ class DecodeEngine:
       config, graphdef: of the model; `nnx.merge(graphdef, params)` gives the module.
       weights: every dispatch reads the current params from this object.
 
-    Raises:
-      ValueError: the mesh does not divide the slots or the heads.
+    Raises ValueError if the mesh does not divide the slots or the heads.
     """
 
     def __init__(self, config: DecoderConfig, graphdef: nnx.GraphDef, weights: Weights, decoding: Decoding):

@@ -127,7 +127,7 @@ class Rollout(abc.ABC):
         return {}
 
     def close(self) -> None:  # noqa: B027, most drivers hold nothing to end
-        """Ends threads and frees device memory."""
+        """Ends the rollout's threads and frees its device memory; does nothing for a driver without either."""
 
 
 class Feedable(Rollout):

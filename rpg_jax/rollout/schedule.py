@@ -48,7 +48,10 @@ class Finish:
         return self._incomplete == 0
 
     def completed(self, row: Row) -> None:
-        """Notes that `row` has ended. Only one thread may call this at a time, in the order in which rows end."""
+        """Notes that `row` has ended. The last row of a group hands the group's completions to `request.on_group`.
+
+        Only one thread may call this at a time, in the order in which rows end.
+        """
         self._left[row.group] -= 1
         if self._left[row.group]:
             return
@@ -63,8 +66,7 @@ def plan(engine: DecodeEngine, request: Request) -> tuple[list[list[Row]], list[
     A prompt whose group is complete already keeps its place in a chunk and gets no rows. A chunk without rows is left
     out.
 
-    Raises:
-      ValueError: the engine cannot serve the request.
+    Raises ValueError if the engine cannot serve the request.
     """
     request.check_fits(capacity=engine.decoding.capacity, vocab_size=engine.config.vocab_size)
     groups = [request.rows(place) for place in range(len(request.prompts))]
@@ -96,12 +98,14 @@ def _chunks(decoding: Decoding, request: Request, groups: Sequence[Sequence[Row]
 
 
 def completions_of(request: Request, groups: Sequence[Sequence[Row]], version: int) -> list[list[Completion]]:
-    """The completions of rows that have ended. The rows began under weights of `version`.
+    """The completions of rows that have ended, by prompt, in the order of `groups`. [] for a prompt in `request.done`.
 
-    The completions of a group that was complete before are [].
+    Args:
+      request: the request of the rows. Its step is named in messages.
+      groups: the rows of each prompt.
+      version: the version of the weights with which the rows began.
 
-    Raises:
-      RolloutError: log-probabilities that are not finite, or tokens of other weights.
+    Raises RolloutError if a log-probability is not finite, or if weights of another version drew a token.
     """
     others = {v for group in groups for row in group for v in row.transcript.versions} - {version}
     if others:

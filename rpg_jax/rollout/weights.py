@@ -127,8 +127,7 @@ class Weights:
     def verify(self, params: Params | Staged) -> None:
         """Compares the rollout's weights with `params`, after bringing `params` into the rollout's dtype and layout.
 
-        Raises:
-          RolloutError: the two differ in any bit.
+        Raises RolloutError if the two differ in any bit.
         """
         trainer = _number(params.checksum) if isinstance(params, Staged) else weights_checksum(self._converted(params))
         with self.lock:

@@ -142,10 +142,10 @@ def parsed(text: str) -> tuple[str, int | None]:
 
 
 def parent_of(config: ConfigDict, files: Path) -> Parent | None:
-    """The parent that a new run begins from; None without `run.start_from`. Collective.
+    """The parent that a new run begins from; None without `run.start_from`. Collective: all processes call it.
 
-    A run that begins once more, because it ended before its first checkpoint, begins from the step that its `files`
-    name.
+    If `run.start_from` names no step, the step is the last checkpoint of the parent. A run that ended before its first
+    checkpoint begins once more from the same step, which inputs.json in `files`, the new run's folder, names.
 
     Raises ValueError if there is no such run or checkpoint, or if the record of the checkpoint cannot be read.
     """

@@ -118,8 +118,7 @@ class Parser(argparse.ArgumentParser):
 def settings(beside: Sequence[str]) -> dict[str, list[str]]:
     """The settings to compare, as {name: overrides}: the config as it is, and the config with each --beside.
 
-    Raises:
-      ValueError: a setting is not FIELD=VALUE,FIELD=VALUE.
+    Raises ValueError if a setting is not FIELD=VALUE,FIELD=VALUE.
     """
     found: dict[str, list[str]] = {"as given": []}
     for setting in beside:

@@ -42,8 +42,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
       name: a path from the current folder, or a shipped config, with or without "configs/" and ".py".
       overrides: arguments as --config.FIELD=VALUE.
 
-    Raises:
-      ValueError: there is no such file, variant or field, or a value has another type.
+    Raises ValueError if there is no such file, variant or field, or a value has another type.
     """
     file, colon, variant = name.partition(":")
     _make_importable()
@@ -67,8 +66,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
 def changed(config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
     """A locked copy of `config` with `changes`, {dotted name: value}. References to changed fields change too.
 
-    Raises:
-      ValueError: there is no such field, or a value has another type.
+    Raises ValueError if there is no such field, or a value has another type.
     """
     known, changing = fields(), copy.deepcopy(config)  # `ConfigDict(config)` would share its unset fields
     for name, value in changes.items():

@@ -73,8 +73,7 @@ class Drift:
 
         The standard error is clustered by prompt.
 
-        Raises:
-          Refused: the snapshot of the initial policy is missing or damaged.
+        Raises Refused if the snapshot of the initial policy is missing or damaged.
         """
         batch, initial = self.pack(groups), self.snapshots.restore(0, self.like)
         rows = [b.rows.unrouted for b in batch.batches]
@@ -261,8 +260,7 @@ def evaluate(
       server: the address of a server that samples in place of a rollout in this process, http://HOST:PORT.
       certificate, api_key_file: see `connect` and `ApiKey.find`.
 
-    Raises:
-      ValueError: `out` holds another evaluation; the message names what differs.
+    Raises ValueError if `out` holds another evaluation; the message names what differs.
     """
     experiment = policy.experiment
     if server and experiment.stage is not None:

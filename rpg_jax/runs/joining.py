@@ -107,8 +107,7 @@ def _leave(code: int) -> None:
 def settings(heartbeat_timeout: int | None = None) -> dict[str, Any] | None:
     """The arguments of `jax.distributed.initialize`, or None if the run has one process.
 
-    Raises:
-      ValueError: several processes have no coordinator, or a rank is out of range.
+    Raises ValueError if several processes have no coordinator, or a rank is out of range.
     """
     env = os.environ
     coordinator = env.get("JAX_COORDINATOR_ADDRESS")

@@ -59,12 +59,12 @@ class Layout:
 
     @property
     def trained_shapes(self) -> Any:
-        """The shapes of the trained arrays: the adapters, or all weights."""
+        """Nested dict of the trained arrays, adapters or all weights, as `ShapeDtypeStruct`s without shardings."""
         return self.param_shapes if self.adapter_shapes is None else self.adapter_shapes
 
     @property
     def trained_shardings(self) -> Any:
-        """The shardings of the trained arrays."""
+        """The shardings of the trained arrays, a nested dict as `trained_shapes`."""
         return self.param_shardings if self.adapter_shapes is None else self.adapter_shardings
 
     @property
@@ -127,8 +127,7 @@ def make_layout(
       host: the devices of one host; by default the devices of this process.
       device_memory: bytes of a device; by default the memory of this process's first device.
 
-    Raises:
-      ValueError: the mesh does not cover the devices that train, or `rollout.devices` is out of range.
+    Raises ValueError if the mesh does not cover the devices that train, or `rollout.devices` is out of range.
     """
     model = model_config(config, vocab_size)
     devices = list(jax.devices() if devices is None else devices)
@@ -197,8 +196,7 @@ def row_shape(config: ConfigDict) -> data.RowShape:
 def packing_shape(layout: Layout) -> data.RowShape:
     """`row_shape`, where completions in packed rows share their prompt's tokens.
 
-    Raises:
-      ValueError: the rows of a micro-batch cannot be spread evenly over the devices that train them.
+    Raises ValueError if the rows of a micro-batch cannot be spread evenly over the devices that train them.
     """
     shape = row_shape(layout.config)
     ways = parallel.shards("batch", layout.mesh.shape, layout.rules)

@@ -187,8 +187,7 @@ def open_base(
     The weights of `model.path` are read from there each time. Other weights, random or of a warm start, are drawn when
     the run `begins`, or taken from its `parent`. The run's folder then keeps them once, in `base`.
 
-    Raises:
-      Refused: the base in the folder is missing or damaged.
+    Raises Refused if the base in the folder is missing or damaged.
     """
     if layout.lora is None:
         return None

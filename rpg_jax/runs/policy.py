@@ -120,8 +120,7 @@ class Policy:
           max_prompt_tokens, max_tokens: the limits of prompts and completions.
           config, overrides: as in `rpg_jax.train`; of mesh, dtypes and rollout.
 
-        Raises:
-          ValueError: there is no such model, or it is damaged; the message says what is missing.
+        Raises ValueError if there is no such model, or it is damaged; the message says what is missing.
         """
         cli.prepare_libraries()
         run_folder.use_compilation_cache()
@@ -289,8 +288,7 @@ class Policy:
           out: a local folder that is empty or not there. It appears when all of its files are written.
           dtype: the dtype of the weights, "float32" or "bfloat16"; None keeps the dtype of `params`.
 
-        Raises:
-          ValueError: `out` holds files already, or is no local folder.
+        Raises ValueError if `out` holds files already, or is no local folder.
         """
         out = free_folder(out)
         layout, tokenizer = self.experiment.layout, self.experiment.tokenizer

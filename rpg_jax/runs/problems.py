@@ -105,8 +105,7 @@ class Task:
     def encoded(self, tokenizer: data.Tokenizer, config: ConfigDict) -> tuple[Task, list[str]]:
         """(the task without problems whose prompts are too long; its notes, with a line on each split that lost some).
 
-        Raises:
-          ValueError: no prompt of a split fits.
+        Raises ValueError if no prompt of a split fits.
         """
         notes = [*self.notes]
 

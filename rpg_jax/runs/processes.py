@@ -137,10 +137,11 @@ _LAST_WORDS = 1.0  # seconds that the last message may take
 
 
 class StopRequest:
-    """Whether the run has been asked to end.
+    """Whether the run has been asked to end, by SIGTERM, SIGINT or a call of `request`.
 
-    A thread of its own hears the signals. So a main thread that is deep in a compiled program delays neither the
-    deadline nor the second signal.
+    Inside `listening` the first signal is the request. A signal more than 1 s later ends the process at once. A thread
+    of its own hears the signals. So a main thread that is deep in a compiled program delays neither the deadline nor
+    the second signal.
 
     Args:
       seconds: the longest time from the request to the end of the process.

@@ -291,8 +291,7 @@ def make_collector(
 ) -> Collector:
     """The collector of a step's groups. It samples between updates or ahead of them, whole completions or parts.
 
-    Raises:
-      ValueError: sampling ahead is impossible here.
+    Raises ValueError if sampling ahead is impossible here.
     """
     c, dynamic = experiment.config, experiment.config.dynamic_sampling
     stream = data.PromptStream(experiment.task.train, seed=c.seed)

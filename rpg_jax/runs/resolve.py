@@ -25,9 +25,8 @@ _BUFFER = 512
 def resolve(config: ConfigDict) -> ConfigDict:
     """A locked copy that has passed all checks; `with_method` has filled in the fields of its method.
 
-    Raises:
-      ValueError: the method or a reward is unknown, the loss or a reward does not take a field that was set, a value is
-        outside its field's range, or two fields contradict each other. The message has the known names or the range.
+    Raises ValueError if the method or a reward is unknown, the loss or a reward does not take a field that was set, a
+    value is outside its field's range, or two fields contradict each other. The message has the known names or range.
     """
     resolved = with_method(config)
     _check_fields(resolved)
@@ -42,9 +41,11 @@ def resolve(config: ConfigDict) -> ConfigDict:
 
 
 def with_method(config: ConfigDict) -> ConfigDict:
-    """A copy in which the unset fields of the method have the values of the method's row in `losses.METHODS`.
+    """A copy in which fields that are None have the values of the row of `config.method` in `losses.METHODS`.
 
-    Raises ValueError if the method is unknown.
+    The row has the fields of `loss`, and the reference's rule, dynamic sampling, overlong shaping and learning rate.
+    Other fields follow from set fields: `loss.constant_length`, `optimizer.decay_until`, `rewards.parts` and
+    `rewards.overlong_buffer`. Raises ValueError if the method is unknown.
     """
     method = losses.get_method(config.method)
     _declare_own(config)
@@ -86,9 +87,8 @@ def with_method(config: ConfigDict) -> ConfigDict:
 def check_training(config: ConfigDict) -> None:
     """Refuses settings that would stop or waste a training run after minutes of computation.
 
-    Raises:
-      ValueError: a published model lacks its weights, updates would not change the master weights, stale completions do
-        not fit the loss, or an optional package is not installed.
+    Raises ValueError if a published model lacks its weights, updates would not change the master weights, stale
+    completions do not fit the loss, or an optional package is not installed.
     """
     m = config.model
     if m.param_dtype != "float32":

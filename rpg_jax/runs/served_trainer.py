@@ -33,8 +33,7 @@ def make_served(experiment: Experiment, params: Any, base: models.Base | None = 
 
     If there is a `base`, `params` are its adapters, and servers get base and adapters merged.
 
-    Raises:
-      ValueError: an address, the key, the folder or another field does not fit.
+    Raises ValueError if an address, the key, the folder or another field does not fit.
     """
     config, layout, tokenizer = experiment.config, experiment.layout, experiment.tokenizer
     c, m, kind = config.servers, config.model, KINDS[config.servers.kind]

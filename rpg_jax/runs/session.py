@@ -157,10 +157,12 @@ class Session:
         return self._finish()
 
     def save(self, owed: Mapping[str, float] | None = None) -> None:
-        """Starts a checkpoint.
+        """Starts a checkpoint of the present step. The storage writes the checkpoint while the run goes on.
 
         Args:
-          owed: metrics of this step. The process that evaluates the step, this one or one that resumes, writes them.
+          owed: metrics of this step, which no log has yet because the step is not evaluated. The checkpoint keeps the
+            metrics. The process that evaluates the step, this process or a resumed run, writes the metrics to the log.
+            None: no metrics are owed.
         """
         beat(f"the checkpoint of {self.trainer.unit} {self.now.number}")
         record = {

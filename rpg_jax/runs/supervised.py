@@ -102,7 +102,7 @@ class SupervisedTrainer:
     unit: str = "update"
 
     def begin(self, state: TrainState) -> None:
-        """Does nothing: an evaluation hands its weights over itself."""
+        """Does nothing. No step samples, and an evaluation itself hands the weights to the rollout."""
 
     def step(self, state: TrainState, number: int) -> Step:
         """One update from the next batch."""
@@ -247,8 +247,7 @@ class Demonstrations:
 
     With `train.packed_length` a row holds as many demonstrations as fit, and rows are filled from several batches.
 
-    Raises:
-      ValueError: the task has no demonstrations.
+    Raises ValueError if the task has no demonstrations.
     """
 
     def __init__(self, e: Experiment, epochs: int | None = None):

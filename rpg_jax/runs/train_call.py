@@ -56,7 +56,10 @@ class Result:
 
     @property
     def params(self) -> Any:
-        """The weights of `policy`: a nested dict of arrays in `model.param_dtype`, layers stacked on the first axis."""
+        """The weights of `policy`: a nested dict of arrays in `model.param_dtype`, layers stacked on the first axis.
+
+        Adapters are added to their base.
+        """
         return self.policy.params
 
 

@@ -186,8 +186,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Returns once the last save is on disk. A save that failed transiently is repeated if its state still exists.
 
-        Raises:
-          StorageFailure: the checkpoint could not be written.
+        Raises StorageFailure if the checkpoint could not be written.
         """
         where, last, self._last = self._newest(), self._last, None
         try:

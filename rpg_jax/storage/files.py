@@ -31,8 +31,7 @@ _COPY_SECONDS = 30.0
 def absolute(address: str | Path | epath.Path) -> epath.Path:
     """The absolute path of a local address, or the path of gs://BUCKET/FOLDER.
 
-    Raises:
-      ValueError: the address has another form, or a package that buckets need is missing.
+    Raises ValueError if the address has another form, or a package that buckets need is missing.
     """
     text = str(address)
     if not re.match(r"[A-Za-z][\w+.-]*:/", text):

@@ -8,7 +8,10 @@ from typing import Any
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError, which names the file, if the file holds anything else."""
+    """The object in a JSON file of at most 64 MiB.
+
+    Raises ValueError, which names the file, if the file is larger or holds anything else; OSError if there is no file.
+    """
     try:
         value = json.loads(read_bytes(file))
     except (ValueError, RecursionError) as error:

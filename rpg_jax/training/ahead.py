@@ -73,8 +73,7 @@ class AheadCollector(Collector):
     def take(self, step: int, params: Any, version: int) -> Sampled:
         """Begins the batches of steps up to `step` + max_staleness, then waits for the groups of `step`.
 
-        Raises:
-          RolloutError: sampling failed, or weights older than the bound drew a token.
+        Raises RolloutError if sampling failed, or weights older than the bound drew a token.
         """
         self._versions = {s: v for s, v in self._versions.items() if s >= step - self.max_staleness - 1}
         self._versions[step] = version

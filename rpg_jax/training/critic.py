@@ -62,7 +62,7 @@ class Critic:
         return {**trunk, _HEAD: {"weight": head, "bias": head}}
 
     def values(self, params: Any, rows: Rows) -> jax.Array:
-        """V f32[B, C] of the states before the completion tokens, from the critic's parameters."""
+        """V f32[B, C], the value of the state before each completion token of `rows`; `params` are the critic's own."""
         model = nnx.merge(self.graphdef, {k: v for k, v in params.items() if k != _HEAD})
         hidden = completion_hidden(model, rows.unrouted)
         head = params[_HEAD]

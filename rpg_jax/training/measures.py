@@ -179,12 +179,13 @@ class Guard:
 
     Attributes:
       max_sampler_gap: the `sampler_gap` of `loop.add_logprobs`, nats per token, above which the run stops.
-      usual_sampler_gap: the gap above which the run is warned once.
-      nonfinite_in_a_row: the number of skipped updates since the last applied update.
-      remedy: what to do about updates that are not finite.
-      limit: `rollout.max_tokens`, for the warning that most completions reach it; None if the run samples nothing.
-      max_nonfinite_updates: skipped updates in a row that stop the run.
-      needs_rewards: whether the run learns from rewards alone; a teacher teaches where they are equal too.
+      usual_sampler_gap: the `sampler_gap`, nats per token, above which the run warns once.
+      nonfinite_in_a_row: a counter of the updates that were skipped since the last applied update.
+      remedy: the advice in the message about updates that are not finite.
+      max_nonfinite_updates: the number of skipped updates in a row that stops the run.
+      limit: `rollout.max_tokens`. Step 1 warns if the limit has cut off most completions; None never warns.
+      needs_rewards: whether the run learns from rewards alone. Step 1 then warns if each prompt's rewards are equal. A
+        run with a teacher also learns from equal rewards.
     """
 
     max_sampler_gap: float

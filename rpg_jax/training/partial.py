@@ -82,7 +82,10 @@ class PartialCollector(Collector):
         return sampled(collected, self.take_errors(), version)
 
     def record(self) -> dict[str, Any]:
-        """As `Collector.record`, with the groups that have begun."""
+        """What `Collector.record` returns, JSON-able, and under "partial" the batches whose groups have begun, by step.
+
+        A batch has its draws, and its groups without scores, with the completions so far.
+        """
 
         def kept(batch: _Batch) -> dict[str, Any]:
             given = zip(batch.problems, batch.completions, strict=True)

@@ -29,8 +29,7 @@ class Rule:
       kl_threshold: κ, nats per token.
       kl_decay: d of the moving average a ← d·a + (1 − d)·KL of each update's token KL.
 
-    Raises:
-      ValueError: a number is out of its range.
+    Raises ValueError if a number is out of its range.
     """
 
     every: Count

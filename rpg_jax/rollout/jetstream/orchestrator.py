@@ -98,7 +98,7 @@ class GuardedDriver(orchestrator.Driver):
                 self._placed += 1  # afterwards: an interrupt in between must leave nothing to wait for
 
     def retire(self, channel: Channel) -> None:
-        """Forgets a channel on which nobody waits any more."""
+        """Forgets `channel`, on which nobody waits any more. A later fault of the driver does not reach the channel."""
         with self._guard:
             self._channels.discard(channel)
 
@@ -236,7 +236,10 @@ class Ticket:
                 row.cancelled = True
 
     def wait(self, driver: GuardedDriver) -> None:
-        """Returns when all rows have ended. Raises the fault, or RolloutError if the driver has ended."""
+        """Blocks until all rows have ended.
+
+        Raises RolloutError if `driver`, which decodes the rows, or a thread of the driver ends before.
+        """
         while not self._ended.wait(POLL):
             driver.check_alive()
         if self._fault is not None:

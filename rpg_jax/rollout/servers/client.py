@@ -63,8 +63,7 @@ class Client:
       certificate_name: the name in the servers' certificate; None for the host of each address.
       timeout: seconds for one call.
 
-    Raises:
-      ValueError: the file cannot be read.
+    Raises ValueError if the file cannot be read.
     """
 
     def __init__(
@@ -223,8 +222,7 @@ def source(text: str, check: Callable[[str], str], field: str = "servers.urls") 
     Args:
       check: returns an address, or raises ValueError with what is wrong with it.
 
-    Raises:
-      ValueError: there is no address, two addresses are equal, or an address has another form.
+    Raises ValueError if there is no address, two addresses are equal, or an address has another form.
     """
     if text.startswith("file:"):
         path = storage.absolute(text.removeprefix("file:"))

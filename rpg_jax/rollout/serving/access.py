@@ -31,8 +31,7 @@ _SHORTEST = 16
 class ApiKey:
     """A secret that clients send as `Authorization: Bearer KEY`, in HTTP headers or gRPC metadata.
 
-    Raises:
-      ValueError: the key is short, or has characters that a header cannot carry.
+    Raises ValueError if the key is short, or has characters that a header cannot carry.
     """
 
     def __init__(self, text: str):
@@ -159,9 +158,10 @@ _UNSPECIFIED = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1", "[::]": ":
 
 
 def address_of(host: str, port: int, *, tls: bool) -> str:
-    """The URL under which others reach a server that listens on `host`.
+    """The URL http://HOST:PORT, with `tls` https://HOST:PORT, under which clients reach a server on `host`.
 
-    A server that listens everywhere has the address from which this machine would send packets to others.
+    A `host` of "", 0.0.0.0, :: or [::] means all addresses of this machine. HOST is then the address from which this
+    machine sends packets to other machines; without a route, loopback. An IPv6 HOST stands in brackets.
     """
     if host in _UNSPECIFIED:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

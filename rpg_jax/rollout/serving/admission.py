@@ -124,8 +124,7 @@ class Admission:
     def request(self) -> Iterator[Callable[[int], None]]:
         """Counts one request while the block answers it. The block says how many completions the request takes.
 
-        Raises:
-          Refused: the server is full or shutting down, or the block raised ValueError or RolloutError.
+        Raises Refused if the server is full or shutting down, or the block raised ValueError or RolloutError.
         """
         status, taken = grpc.StatusCode.CANCELLED, 0
 

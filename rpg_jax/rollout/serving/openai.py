@@ -311,7 +311,10 @@ TOKENIZER_INFO = {"tokenizer_class": "rpg_jax", "bos_token": None, "eos_token": 
 
 
 async def tokenize(admission: Admission, body: RequestFields) -> dict[str, Any]:
-    """From `prompt`, a text, to its token ids. Raises ValueError for another field."""
+    """The token ids of the text in field `prompt`: {"tokens": ids, "count": their number, "max_model_len": capacity}.
+
+    `admission` encodes the text. Raises ValueError if `prompt` is no text, or for a field that is not supported.
+    """
     text = body.take("prompt")
     if not isinstance(text, str):
         raise ValueError("prompt must be a text")
@@ -321,7 +324,7 @@ async def tokenize(admission: Admission, body: RequestFields) -> dict[str, Any]:
 
 
 async def detokenize(admission: Admission, body: RequestFields) -> dict[str, Any]:
-    """From `tokens`, a list of token ids, to their text. Raises ValueError for an id outside the vocabulary."""
+    """The text {"prompt": text} of field `tokens`, a list of token ids. Raises ValueError for another id or field."""
     ids = body.take("tokens")
     if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < admission.vocab_size for token in ids):
         raise ValueError(f"tokens must be a list of token ids from 0 to {admission.vocab_size - 1}")

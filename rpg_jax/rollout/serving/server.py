@@ -91,8 +91,7 @@ class Server:
 
     `decoding` has the slots, and their capacity: the tokens of prompt and completion together.
 
-    Raises:
-      ValueError: a port is taken, or TLS is broken.
+    Raises ValueError if a port is taken, or TLS is broken.
     """
 
     def __init__(
