@@ -60,8 +60,7 @@ def table_and_options(
 ) -> tuple[str, Table, TableOptions]:
     """The name of the table, the table, and how it is run.
 
-    Raises:
-      ValueError: options that do not go together, or a value that one of them does not take.
+    Raises ValueError for options that do not go together, or a value that one of them does not take.
     """
     extra = [*options.overrides, *extra]
     if bool(options.sweep or not options.table and options.methods) == bool(options.table):
@@ -99,8 +98,7 @@ def table_and_options(
 def data_file(options: argparse.Namespace, extra: Sequence[str]) -> Path:
     """The file that `--from-data` names. Without a name: the table's file that comes with the code.
 
-    Raises:
-      ValueError: an option that only runs take, or neither a table nor a file.
+    Raises ValueError for an option that only runs take, and where neither a table nor a file is given.
     """
     runs_only = ("sweep", "config", "methods", "seeds", "jobs", "with_data", "quick")
     given = [f"--{name.replace('_', '-')}" for name in runs_only if getattr(options, name)]
@@ -116,8 +114,7 @@ def data_file(options: argparse.Namespace, extra: Sequence[str]) -> Path:
 def seeds(text: str | None) -> list[int]:
     """The seeds of a text: "3" means 0, 1 and 2; "100,101" is a list. No seeds for None.
 
-    Raises:
-      ValueError: no such number or list.
+    Raises ValueError if there is no such number or list.
     """
     if text is None:
         return []

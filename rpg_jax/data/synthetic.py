@@ -177,22 +177,25 @@ class Chains:
         """`count` distinct problems of "train" or of one of `CHAIN_SETS`, drawn from `seed`. The old skill has only 49
         problems for each operator, so it may return fewer. A larger `count` only adds problems to the end.
 
-        No chain of a held-out set is in "train", whatever the argument `seed` is. Every prompt of the old skill was in
-        the warm start: the old skill is knowledge that RL should not lose.
+        No chain of a held-out set is in "train", whatever the argument `seed` is. The warm start draws a quarter of its
+        prompts from the old skill: the old skill is knowledge that RL should not lose.
 
-        Raises ValueError if the name is unknown, or `count` is above 100,000.
+        Raises ValueError if the name is unknown, `count` is above 100,000, or there are not so many chains.
         """
         if name not in ("train", *CHAIN_SETS):
             raise ValueError(f"chains have the sets train, {', '.join(CHAIN_SETS)}; got {name!r}")
         if count > 100_000:
             raise ValueError(f"chains have at most 100,000 problems a set, not {count}: ask for fewer")
-        random, found = np.random.default_rng([seed, len(name)]), dict[int, str]()
+        random, found, vain = np.random.default_rng([seed, len(name)]), dict[int, str](), 0
         old = [f"{OLD}{a}{operator}{b}" for operator in self.operators for a in range(MODULUS) for b in range(MODULUS)]
-        drawn = iter(random.permutation(old).tolist()) if name == "old skill" else self._chains(name, random)
-        for prompt in drawn:
-            if len(found) == count:
+        for prompt in random.permutation(old).tolist() if name == "old skill" else self._chains(name, random):
+            if len(found) >= count:
                 break
-            found.setdefault(zlib.crc32(prompt.encode()) >> 1, prompt)
+            new = self._belongs(prompt, name) and found.setdefault(zlib.crc32(prompt.encode()) >> 1, prompt) is prompt
+            vain = 0 if new else vain + 1
+            if vain > 100_000 + 20 * len(found):
+                more = "raise task.links, or lower task.generated or evaluation.problems"
+                raise ValueError(f"{name!r} has some {len(found):,} chains of the {count:,} asked for: {more}")
         return [Problem(number, prompt, solve(prompt), "chains") for number, prompt in found.items()]
 
     def examples(self, problems: Iterable[Problem]) -> list[tuple[str, str]]:
@@ -212,12 +215,14 @@ class Chains:
         yield "0123456789-" + self.operators + _LETTERS + OLD + CHECK + ANSWER_MARK
 
     def _chains(self, name: str, random: np.random.Generator) -> Iterator[str]:
-        """Endless prompts of the set `name`."""
+        """Endless prompts with the lengths of the set `name`."""
         lengths = (self.links[1] + 1, self.links[1] + 2) if name == "harder" else self.links
         while True:
-            prompt = self._chain(random, *lengths)
-            if (zlib.crc32(f"{self.seed} {prompt}".encode()) < self.held_out * 2**32) == (name != "train"):
-                yield prompt
+            yield self._chain(random, *lengths)
+
+    def _belongs(self, prompt: str, name: str) -> bool:
+        held_out = zlib.crc32(f"{self.seed} {prompt}".encode()) < self.held_out * 2**32
+        return name == "old skill" or held_out == (name != "train")
 
     def _chain(self, random: np.random.Generator, fewest: int, most: int) -> str:
         links, first = int(random.integers(fewest, most + 1)), int(random.integers(len(_LETTERS)))

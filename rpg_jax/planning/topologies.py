@@ -83,8 +83,7 @@ _QUIET = {
 def parse(name: str) -> Topology:
     """Parses the name of a slice or of several slices.
 
-    Raises:
-      ValueError: an unknown slice; the message lists the known slices.
+    Raises ValueError for an unknown slice; the message lists the known slices.
     """
     match = re.fullmatch(r"(\w+):([\dx]+)(?:\*([1-9]\d*))?", name)
     if not match or match[1] not in CHIPS or match[2] not in CHIPS[match[1]].shapes:

@@ -24,8 +24,7 @@ def mean_at_k(correct: Sequence[ArrayLike]) -> np.ndarray:
     Args:
       correct: P sequences of n_p verdicts, 1 or 0.
 
-    Raises:
-      ValueError: no problem, or a problem without completions.
+    Raises ValueError if there is no problem, or a problem has no completions.
     """
     return np.array([np.mean(verdicts) for verdicts in _checked(correct)])
 
@@ -61,8 +60,7 @@ def maj_at_k(answers: Sequence[Sequence[Hashable]], correct: Sequence[ArrayLike]
       answers: P sequences of n_p answers or None. Normalise the answers first: only equal texts count as one answer.
       correct: P sequences of n_p verdicts. If equal answers have different verdicts, their mean counts.
 
-    Raises:
-      ValueError: shapes that differ.
+    Raises ValueError if the shapes differ.
     """
     if len(answers) != len(correct):
         raise ValueError(f"got answers for {len(answers)} problems but verdicts for {len(correct)}")

@@ -61,7 +61,7 @@ def all_differences(table: Table, columns: Mapping[str, Mapping[str, Mapping[int
             others = values.get(table.compared_with(row), {})
             if row != table.compared_with(row) and by_seed.keys() & others.keys():
                 differences.append(paired_difference(by_seed, others))
-    parts = [tally(differences)] if len(differences) > 1 else []
+    parts = [tally(differences)] if sum(d.seeds > 1 for d in differences) > 1 else []
     for name, rows in table.pooled.items():
         if all({*rows, table.baseline} <= values.keys() for values in columns.values()):
             found = [

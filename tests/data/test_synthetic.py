@@ -194,3 +194,14 @@ def test_the_verifier_reads_the_answer_after_the_mark_alone(completion, reward):
 def test_what_the_task_does_not_know_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("chains", "name", "count"),
+    [(Chains(operators="+", links=(2, 2)), "train", 9_000), (Chains(held_out=1e-9), "held out", 1)],
+)
+def test_more_chains_than_there_are_is_an_error_and_no_endless_search(chains, name, count):
+    with pytest.raises(
+        ValueError, match=rf"^'{name}' has some [\d,]+ chains of the {count:,} asked for: raise task\.links"
+    ):
+        chains.problems(name, count)
