@@ -64,8 +64,7 @@ def grpo(
         no bound. With and without a bound log(π_ref/π_θ) counts as at most `OVERFLOW`. The metric `kl_clamp_fraction`
         counts the tokens beyond a bound. The term of `importance` is never clamped.
 
-    Raises:
-      ValueError: β > 0 without `ref_logprobs`.
+    Raises ValueError if β > 0 and there is no `ref_logprobs`.
     """
     _require_reference(tokens, "grpo", kl_coef)
     clipped = ppo(tokens, clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual)
@@ -93,8 +92,7 @@ def reinforce_pp(
     The gradient of the k1 term is β ∇log π_θ, whatever the reference. On-policy this gradient is zero in expectation
     (arXiv:2506.09477). REINFORCE++ itself (arXiv:2501.03262) has k1 in the reward. Tunix has k1 in the loss by default.
 
-    Raises:
-      ValueError: β > 0 without `ref_logprobs`.
+    Raises ValueError if β > 0 and there is no `ref_logprobs`.
     """
     _require_reference(tokens, "reinforce_pp", kl_coef)
     clipped = ppo(tokens, clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual)

@@ -49,8 +49,7 @@ ClipDual = Annotated[float | None, Range("(1, inf]")]
 def declared(function: Callable[..., Any]) -> dict[str, Any]:
     """The annotations of a function's keyword-only arguments; `Literal[words]` becomes `Annotated[str, words]`.
 
-    Raises:
-      TypeError: an argument that does not declare its values.
+    Raises TypeError for an argument that does not declare its values.
     """
     hints, names = typing.get_type_hints(function, include_extras=True), list(keywords(function))
     for name in names:

@@ -233,8 +233,7 @@ def _backward(temperature, chunk_size, entropy, cut, residuals, cotangents):
                 g_logits += g_forward * (probabilities - jnp.exp(ref_logprobs))
             g_logits /= temperature
             g_hidden = jnp.einsum("...v,vd->...d", g_logits, words, preferred_element_type=accumulate)
-            g_words = jnp.einsum("...v,...d->vd", g_logits, h, preferred_element_type=accumulate)
-            return words_gradient + g_words, _reduce_scatter(g_hidden, cut).astype(hidden.dtype)
+            return words_gradient + _outer(g_logits, h, accumulate), _reduce_scatter(g_hidden, cut).astype(hidden.dtype)
 
         both = jax.tree.map(lambda x: _split(x, chunks, -2), (hidden, ref_hidden))
         xs = (*both, *jax.tree.map(lambda x: _split(x, chunks, -1), per_token))
@@ -259,6 +258,13 @@ _token_numbers.defvjp(_forward, _backward)
 
 def _accumulator(hidden, head):
     return jnp.promote_types(jnp.promote_types(hidden.dtype, head.dtype), jnp.float32)
+
+
+def _outer(g_logits, h, accumulate):
+    """Σ over tokens of g_logits ⊗ h, f[V, E]. XLA:CPU copies the left factor first: there it is the smaller."""
+    of = functools.partial(jnp.einsum, preferred_element_type=accumulate)
+    default, cpu = (lambda g, h: of("...v,...d->vd", g, h)), (lambda g, h: of("...d,...v->dv", h, g).T)
+    return lax.platform_dependent(g_logits, h, cpu=cpu, default=default)
 
 
 def _normalizer(logits, cut):

@@ -42,8 +42,7 @@ def gae(
     Returns:
       advantages and returns, 0 under the mask. No gradient.
 
-    Raises:
-      ValueError: gamma or gae_lambda out of range.
+    Raises ValueError if gamma or gae_lambda is out of range.
     """
     if not (0 <= gamma <= 1 and 0 <= gae_lambda <= 1):
         raise ValueError(f"gamma and gae_lambda must be in [0, 1], got {gamma=} and {gae_lambda=}")

@@ -81,8 +81,7 @@ class Table:
     def only(self, rows: Sequence[str]) -> "Table":
         """The same table with some of its rows.
 
-        Raises:
-          ValueError: an unknown row; the message lists the known ones.
+        Raises ValueError for an unknown row; the message lists the known ones.
         """
         for row in rows:
             if row not in self.rows:
