@@ -18,7 +18,7 @@ ROWS, LENGTH, PREDICTED = 2, 8, 5
 
 
 def products(jaxpr):
-    """FLOPs of every dot_general, as often as its scan runs."""
+    """FLOPs of every dot_general, as often as its scan runs; of a cond, such as one by platform, the dearest branch."""
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
@@ -26,6 +26,9 @@ def products(jaxpr):
             shape = equation.invars[0].aval.shape
             depth = functools.reduce(lambda n, d: n * shape[d], contracted, 1)
             total += 2 * equation.outvars[0].aval.size * depth
+        if equation.primitive.name == "cond":
+            total += max(products(branch.jaxpr) for branch in equation.params["branches"])
+            continue
         times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
         for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
             inner = getattr(inner, "jaxpr", inner)
