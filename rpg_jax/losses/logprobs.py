@@ -261,10 +261,14 @@ def _accumulator(hidden, head):
 
 
 def _outer(g_logits, h, accumulate):
-    """Σ over tokens of g_logits ⊗ h, f[V, E]. XLA:CPU copies the left factor first: there it is the smaller."""
+    """Σ over tokens of g_logits ⊗ h, f[V, E]. XLA:CPU copies the left factor, so there `h`, the smaller, is left."""
     of = functools.partial(jnp.einsum, preferred_element_type=accumulate)
-    default, cpu = (lambda g, h: of("...v,...d->vd", g, h)), (lambda g, h: of("...d,...v->dv", h, g).T)
-    return lax.platform_dependent(g_logits, h, cpu=cpu, default=default)
+    return lax.platform_dependent(
+        g_logits,
+        h,
+        cpu=lambda g, h: of("...d,...v->dv", h, g).T,
+        default=lambda g, h: of("...v,...d->vd", g, h),
+    )
 
 
 def _normalizer(logits, cut):

@@ -76,9 +76,12 @@ def over_starts(values: Mapping[str, Mapping[int, float]], rows: Sequence[str], 
 def tally(differences: Sequence[Mean]) -> str:
     """A sentence on differences: how many intervals exclude 0, how many would by chance, and the signs.
 
-    Differences to one compared row share its runs, so their signs are not independent.
+    Differences to one compared row share its runs, so their signs are not independent. A difference of one seed does
+    not count; "" if fewer than two differences count.
     """
     known = [d for d in differences if d.seeds > 1]
+    if len(known) < 2:
+        return ""
     found, negative = sum(d.excludes_zero for d in known), sum(d.value < 0 for d in known)
     return (
         f"{found} of {len(known)} intervals exclude 0, where chance alone gives {len(known) / 20:.1f} on average; "

@@ -180,8 +180,7 @@ def check_config(plan: PlannedRun, out: Path, extra: Sequence[str]) -> None:
 def check_overrides(out: Path, extra: Sequence[str]) -> None:
     """Notes `extra`, the overrides of all runs in `out`.
 
-    Raises:
-      ValueError: the runs in `out` have other overrides; they do not belong to this table.
+    Raises ValueError if the runs in `out` have other overrides; they do not belong to this table.
     """
     note = out / "overrides.json"
     if note.exists() and (found := json.loads(note.read_text(encoding="utf-8"))) != list(extra):

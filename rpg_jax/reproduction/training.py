@@ -61,7 +61,7 @@ def all_differences(table: Table, columns: Mapping[str, Mapping[str, Mapping[int
             others = values.get(table.compared_with(row), {})
             if row != table.compared_with(row) and by_seed.keys() & others.keys():
                 differences.append(paired_difference(by_seed, others))
-    parts = [tally(differences)] if sum(d.seeds > 1 for d in differences) > 1 else []
+    parts = [text] if (text := tally(differences)) else []
     for name, rows in table.pooled.items():
         if all({*rows, table.baseline} <= values.keys() for values in columns.values()):
             found = [
@@ -116,7 +116,7 @@ def difference_table(
 
 
 def starred(points: Mean) -> str:
-    """A difference in points, in italics if its interval excludes 0; zero is +0.0, whatever the order of a sum left."""
+    """A difference in points, in italics if its interval excludes 0. Its digits do not depend on a sum's order."""
     text = f"{round(points.value, 9) + 0.0:+.1f}{points.margin}"
     return f"*{text}*" if points.excludes_zero else text
 

@@ -36,8 +36,7 @@ class Decoding:
       shardings: the shardings of the decoding weights on `mesh`; None for the trainer's shardings. `mesh` may have
         other devices than the trainer's mesh.
 
-    Raises:
-      ValueError: a size below 1, or threads that do not divide the slots or are on several devices.
+    Raises ValueError for a size below 1, and for threads that do not divide the slots or are on several devices.
     """
 
     slots: int

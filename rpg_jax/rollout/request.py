@@ -85,8 +85,7 @@ class Request:
         environment's tokens included. None: a completion is one turn.
       starts: of each prompt; None: all completions begin, and no call goes on with them.
 
-    Raises:
-      ValueError: a value out of range, or a prompt that is not a 1-D array of at least one token.
+    Raises ValueError for a value out of range, and for a prompt that is no 1-D array of at least one token.
     """
 
     prompts: Sequence[np.ndarray]

@@ -81,8 +81,7 @@ class Parser(argparse.ArgumentParser):
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """The options of a command line; `overrides` are the arguments that change the config.
 
-        Raises:
-          ValueError: an argument that the command does not take; the message has the nearest flag.
+        Raises ValueError for an argument that the command does not take; the message has the nearest flag.
         """
         if broken := [argument for argument in argv if any("\ud800" <= c <= "\udfff" for c in argument)]:
             raise ValueError(f"{broken[0]!r} is no text in UTF-8")

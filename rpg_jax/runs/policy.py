@@ -96,8 +96,7 @@ class Policy:
           run: the run's folder, local or gs://BUCKET/….
           overrides: values of config fields, by dotted name, that replace the run's, as {"rollout.max_tokens": 64}.
 
-        Raises:
-          ValueError: there is no such run or checkpoint. The message lists the runs or checkpoints that exist.
+        Raises ValueError if there is no such run or checkpoint. The message lists the runs or checkpoints that exist.
         """
         cli.prepare_libraries()
         run_folder.use_compilation_cache()
@@ -338,8 +337,7 @@ def of_run(
     evaluations. Without `weights`, `Policy.params` is None. `merge` adds adapters to their base; without `merge` the
     params are the adapters. Without `trust` no code that the config names is imported: another may have written it.
 
-    Raises:
-      ValueError: the folder holds no run, or not that checkpoint; the message lists the checkpoints.
+    Raises ValueError if the folder holds no run, or not that checkpoint; the message lists the checkpoints.
     """
     config = run_folder.read_config(folder.files)
     config.update_from_flattened_dict(changes)

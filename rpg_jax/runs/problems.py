@@ -56,8 +56,7 @@ class Task:
     def from_config(cls, config: ConfigDict, *, train: bool = True, held_out: bool = True) -> Task:
         """The task that `task.name` names. Without `train` or `held_out`, the files of these problems are not read.
 
-        Raises:
-          ValueError: an unknown name, missing sources, bad rows in them, or a set without problems.
+        Raises ValueError for an unknown name, missing sources, bad rows in them, and a set without problems.
         """
         name = config.task.name
         if name == "files":

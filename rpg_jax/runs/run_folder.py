@@ -319,7 +319,7 @@ def made_with() -> dict[str, Any]:
     return {
         "program": PROGRAM,
         "commit": _git("rev-parse", "HEAD") or os.environ.get("RPG_COMMIT", ""),
-        "uncommitted_changes": any(line[:2] != "??" or line.endswith(".py") for line in status),
+        "uncommitted_changes": any(line[:2] != "??" or line.rstrip('"').endswith(".py") for line in status),
         "python": platform.python_version(),
         "packages": {name: there.get(normalised(name), "") for name in _PACKAGES},
         "platform": jax.default_backend(),

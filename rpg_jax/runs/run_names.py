@@ -86,8 +86,7 @@ def run_name(config: str, overrides: tuple[str, ...]) -> str:
     An override that repeats the value of the method or the file is left out. So equal runs have one name, and different
     runs have different names.
 
-    Raises:
-      ValueError: as `settings`.
+    Raises ValueError as `settings` does.
     """
     full, kept = settings(config, overrides), list(dict.fromkeys(overrides))
     for override in overrides:

@@ -255,8 +255,10 @@ class Demonstrations:
         rows = min(c.train.microbatch_size or c.warm_start.batch_size, c.warm_start.batch_size)
         self._e, self._shape = e, row_shape(c)._replace(rows=rows)
         self._together = -(-c.warm_start.batch_size // rows)  # micro-batches of an update
-        shown = e.task.to_imitate  # each once for each of its demonstrations; an environment makes its own later
-        problems = [dataclasses.replace(p, demonstrations=(text,)) for p in shown for text in p.demonstrations] or shown
+        given = e.task.to_imitate
+        # A problem stands here once for each demonstration, so a batch has `batch_size` demonstrations. A task that has
+        # `examples` of its own makes the demonstrations of a problem when the problem is drawn.
+        problems = [dataclasses.replace(p, demonstrations=(text,)) for p in given for text in p.demonstrations] or given
         if not problems:
             raise ValueError(
                 f"no problem of task.name={c.task.name!r} has a demonstration: give rows a `demonstration` or "

@@ -53,7 +53,9 @@ def expected_in_f64(entropy):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("chunk_size", [1, 3, 100])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_values_and_gradients_are_those_of_the_plain_version(chunk_size, entropy):
+@pytest.mark.parametrize("platform", ["cpu", "default"])  # the program of CPUs, and that of accelerators
+def test_values_and_gradients_are_those_of_the_plain_version(chunk_size, entropy, platform, monkeypatch):
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arrays, **programs: programs[platform](*arrays))
     hidden, head, targets = inputs(dtype=jnp.float64)
     step = scalar(token_logprobs, targets, entropy, temperature=0.7, chunk_size=chunk_size, entropy=entropy)
     found, expected = step(hidden, head), expected_in_f64(entropy)
