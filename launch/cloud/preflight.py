@@ -189,7 +189,7 @@ def plan_says_it_fits(job: Job) -> Iterator[str]:
 
 def tpu_compiler_is_installed() -> bool:
     """Whether .venv can compile for TPUs."""
-    probe = "import sys; from rpg_jax.planning import tpu_compiler; sys.exit(tpu_compiler.library() is None)"
+    probe = "import sys; from rpg_jax.planning import topologies; sys.exit(topologies.compiler_library() is None)"
     return subprocess.run([str(PYTHON), "-c", probe], cwd=ROOT, capture_output=True).returncode == 0
 
 

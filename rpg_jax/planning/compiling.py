@@ -15,8 +15,7 @@ from jax.sharding import NamedSharding
 from rpg_jax.data import RowShape
 from rpg_jax.models import DecoderConfig
 from rpg_jax.planning import hlo
-from rpg_jax.planning.chips import Chip
-from rpg_jax.planning.efficiency import Rates
+from rpg_jax.planning.chips import Chip, Rates
 from rpg_jax.rollout import DecodeEngine, Decoding, Weights, prefill_shape
 from rpg_jax.runs.layout import Layout, row_shape, rows_per_update
 from rpg_jax.runs.learner import Learner, learner_programs

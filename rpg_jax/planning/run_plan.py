@@ -12,7 +12,8 @@ from ml_collections import ConfigDict
 from rpg_jax.models import DecoderConfig, splash
 from rpg_jax.models.sizes import parameter_count
 from rpg_jax.parallel import hosts
-from rpg_jax.planning import efficiency, hlo, step_time
+from rpg_jax.planning import hlo, step_time
+from rpg_jax.planning.chips import EXCHANGED_BYTES, EXPECTED, HBM_BAND, PACKING, PEAKS, PROMPT_TOKENS, SPREAD
 from rpg_jax.planning.compiling import Program, compile_program, forward_flops, lowered_programs, token_flops
 from rpg_jax.planning.step_time import DecodeStep, Lengths, Work
 from rpg_jax.planning.topologies import Topology
@@ -94,10 +95,10 @@ def vocabulary(config: ConfigDict) -> int | None:
 
 
 def lengths_of(config: ConfigDict, *, mean: float = 0, prompt: float = 0) -> Lengths:
-    """The lengths that a plan assumes. 0 means: half of rollout.max_tokens, and the prompt of `efficiency`."""
-    limit, usual = config.rollout.max_tokens, min(efficiency.PROMPT_TOKENS, config.task.max_prompt_tokens / 2)
+    """The lengths that a plan assumes. 0 means: half of rollout.max_tokens, and `PROMPT_TOKENS`."""
+    limit, usual = config.rollout.max_tokens, min(PROMPT_TOKENS, config.task.max_prompt_tokens / 2)
     part = config.rollout.partial_tokens or math.inf
-    return Lengths(prompt=prompt or usual, mean=mean or limit / 2, spread=efficiency.SPREAD, limit=limit, part=part)
+    return Lengths(prompt=prompt or usual, mean=mean or limit / 2, spread=SPREAD, limit=limit, part=part)
 
 
 def exchange(
@@ -134,12 +135,12 @@ def work_of(layout: Layout, decoding: Decoding, lengths: Lengths, on: Topology) 
     bucket = prompt_bucket(math.ceil(lengths.prompt), decoding.capacity)
     filled = 1.0  # the rows that a completion fills
     if shape.packed:
-        filled = (lengths.prompt + lengths.mean) / shape.length / efficiency.PACKING
+        filled = (lengths.prompt + lengths.mean) / shape.length / PACKING
     rows, length = prefill_shape(c.task.max_prompt_tokens, decoding.capacity)
     dispatch = forward_flops(layout.model, rows=rows, length=length, predicted=0)
     begun = [(forward_flops(layout.model, rows=1, length=round(n), predicted=0), share) for n, share in lengths.begun]
     again = sum(flops * share for flops, share in begun) / dispatch
-    sampled = memory.prompts_of_a_step(c) * c.rollout.group_size * lengths.mean * efficiency.EXCHANGED_BYTES
+    sampled = memory.prompts_of_a_step(c) * c.rollout.group_size * lengths.mean * EXCHANGED_BYTES
     return Work(
         steps=c.train.steps,
         prompts=memory.prompts_of_a_step(c),
@@ -194,12 +195,12 @@ def step_figures(
 ) -> dict[str, Any]:
     """Time of a step, with its share of the run's evaluations, and of the run; and the phase that binds.
 
-    `bound` is at the peaks of the chip; `fastest` and `slowest` are expected at the ends of `efficiency.HBM_BAND`.
+    `bound` is at the peaks of the chip; `fastest` and `slowest` are expected at the ends of `HBM_BAND`.
     Prompts include dynamic sampling's oversampling.
     """
     work, step = work_of(layout, decoding, lengths, on), decode_step_of(layout, decoding, programs["decode"])
-    slowest, fastest = (efficiency.EXPECTED._replace(hbm=hbm) for hbm in efficiency.HBM_BAND)
-    sides = {"bound": efficiency.PEAKS, "expected": efficiency.EXPECTED, "fastest": fastest, "slowest": slowest}
+    slowest, fastest = (EXPECTED._replace(hbm=hbm) for hbm in HBM_BAND)
+    sides = {"bound": PEAKS, "expected": EXPECTED, "fastest": fastest, "slowest": slowest}
     found = {side: step_time.phases(work, step, programs, on, rates) for side, rates in sides.items()}
     longest, seconds = max(found["expected"].seconds.items(), key=lambda phase: phase[1])
     return {

@@ -21,9 +21,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rpg_jax.planning.chips import Chip
+from rpg_jax.planning.chips import EXPECTED, Chip, Rates
 from rpg_jax.planning.compiling import SAMPLING, Program
-from rpg_jax.planning.efficiency import EXPECTED, Rates
 from rpg_jax.planning.topologies import Topology
 
 

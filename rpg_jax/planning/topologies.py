@@ -1,17 +1,30 @@
-"""TPU slices by name, and devices to compile for without a TPU."""
+"""TPU slices by name, and the compiler for TPUs, libtpu, which describes their devices where there is no TPU.
+
+Where Python can import libtpu, every command of a machine without a TPU looks for a TPU first and complains. So the
+compiler gets a folder of its own, which only `plan` knows, and the environment stays as it is. On a TPU's machine
+libtpu is installed for Python.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import importlib.util
 import math
 import os
 import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import jax
-from jax.experimental import topologies
-
-from rpg_jax.planning import tpu_compiler
 from rpg_jax.planning.chips import CHIPS, Chip
+
+if TYPE_CHECKING:
+    import jax
+
+GET_COMPILER = "python -m rpg_jax.plan --get_compiler"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +68,14 @@ class Topology:
 
         Raises ValueError if libtpu, which holds the compiler, is not installed.
         """
-        library = tpu_compiler.library()
+        import jax  # a launcher and --get_compiler ask for the compiler alone, and need not wait for JAX
+        from jax.experimental.topologies import get_topology_desc
+
+        library = compiler_library()
         if library is None:
-            raise ValueError(f"{self.name} needs the compiler for TPUs (0.7 GB of disk): {tpu_compiler.GET}")
+            raise ValueError(f"{self.name} needs the compiler for TPUs (0.7 GB of disk): {GET_COMPILER}")
         os.environ.update(_QUIET)
-        if library.is_relative_to(tpu_compiler.folder()):
+        if library.is_relative_to(compiler_folder()):
             os.environ["TPU_LIBRARY_PATH"] = str(library)
             jax.config.update("jax_platforms", "cpu")  # JAX would look for a TPU now
         options: dict[str, object] = {"chips_per_host_bounds": (1, 1, 1)} if math.prod(self.shape) == 1 else {}
@@ -68,7 +84,7 @@ class Topology:
         if self.kind == "v4":
             options["chip_config_name"] = "megacore"  # one device per chip, as JAX has it on real hardware
         name = dataclasses.replace(self, slices=1).name.replace("v7x", "tpu7x")
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
+        return list(get_topology_desc(platform="tpu", topology_name=name, **options).devices)
 
 
 # Without these, libtpu asks a Cloud machine's metadata server for the machine's type, and allows one process only.
@@ -90,3 +106,42 @@ def parse(name: str) -> Topology:
         listed = "; ".join(f"{kind}: {' '.join(chip.shapes)}" for kind, chip in CHIPS.items())
         raise ValueError(f"unknown topology {name!r}, expected KIND:SHAPE or KIND:SHAPE*SLICES. Known: {listed}")
     return Topology(match[1], tuple(map(int, match[2].split("x"))), int(match[3] or 1))
+
+
+def compiler_folder() -> Path:
+    """Where `get_compiler` puts the compiler: beside the packages of this environment, by the version of JAX."""
+    return Path(sys.prefix) / "tpu_compiler" / importlib.metadata.version("jax")
+
+
+def compiler_requirement() -> str:
+    """The versions of libtpu that the installed JAX takes, e.g. "libtpu==0.0.42.*"."""
+    needed = importlib.metadata.requires("jax") or []
+    return next(line.partition(";")[0].strip() for line in needed if line.startswith("libtpu"))
+
+
+def compiler_library() -> Path | None:
+    """The compiler's shared library: Python's own, or the library in `compiler_folder`. None if both are missing."""
+    if found := importlib.util.find_spec("libtpu"):
+        return Path(found.origin or "").with_name("libtpu.so")
+    own = compiler_folder() / "libtpu" / "libtpu.so"
+    return own if own.is_file() else None
+
+
+def get_compiler() -> str:
+    """Installs the compiler into `compiler_folder` by pip if it is missing. Returns a line that names the place.
+
+    Raises ValueError if pip failed, and has printed why.
+    """
+    if found := compiler_library():
+        return f"the compiler for TPUs is there: {found}"
+    home = compiler_folder()
+    part = home.with_name(f"{home.name}.part")  # an interrupted download leaves no folder that looks whole
+    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--no-deps"]
+    shutil.rmtree(part, ignore_errors=True)
+    if subprocess.run([*pip, f"--target={part}", compiler_requirement()]).returncode:
+        raise ValueError(f"{compiler_requirement()} cannot be installed into {home}: pip says why above")
+    for old in home.parent.iterdir():  # compilers for other versions of JAX
+        if old != part:
+            shutil.rmtree(old)
+    part.rename(home)
+    return f"the compiler for TPUs, {compiler_requirement()}, is in {home}; only plan uses it"

@@ -15,7 +15,7 @@ from cloud import accelerators, account, files, preflight, reach, resolve
 from cloud.errors import LaunchError
 from cloud.job import SERVERS_SECRETS, Job
 from rpg_jax import serve
-from rpg_jax.planning import tpu_compiler
+from rpg_jax.planning import topologies
 
 TPU = "--type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b"
 TRAINER = "-- --config=configs/tiny.py --config.mesh.fsdp=-1"
@@ -408,7 +408,7 @@ def test_the_plan_is_asked_and_its_tables_shown(monkeypatch, tmp_path, capfd):
 
 def test_the_compiler_is_looked_for_where_the_plan_looks(monkeypatch, tmp_path):
     monkeypatch.setattr(preflight, "PYTHON", Path(sys.executable))
-    assert preflight.tpu_compiler_is_installed() == (tpu_compiler.library() is not None)
+    assert preflight.tpu_compiler_is_installed() == (topologies.compiler_library() is not None)
     (tmp_path / "libtpu.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert preflight.tpu_compiler_is_installed()

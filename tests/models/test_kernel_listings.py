@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rpg_jax.models.ragged import _block
-from rpg_jax.planning import tpu_compiler
+from rpg_jax.planning import topologies
 
 pytestmark = pytest.mark.tpu_compile
 
@@ -62,8 +62,8 @@ print(memory.peak_memory_in_bytes - memory.argument_size_in_bytes)
 
 def compile_kernels(folder, topology, kernel, *, cache="bf16", queries=32):
     """Compiles one decode step's attention and write of a token. Returns bytes beyond arguments, and {file: text}."""
-    if (library := tpu_compiler.library()) is None:
-        pytest.skip(f"needs the compiler for TPUs: {tpu_compiler.GET}")
+    if (library := topologies.compiler_library()) is None:
+        pytest.skip(f"needs the compiler for TPUs: {topologies.GET_COMPILER}")
     listing = {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"}
     described = {"TPU_ACCELERATOR_TYPE": "v5litepod-16", "TPU_WORKER_HOSTNAMES": "localhost", "JAX_PLATFORMS": "cpu"}
     alone = {"TPU_LIBRARY_PATH": str(library), "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}

@@ -11,7 +11,8 @@ from flax import nnx
 from jax.experimental import topologies
 
 from rpg_jax import models, parallel
-from rpg_jax.planning import compiling, hlo, tpu_compiler
+from rpg_jax.planning import compiling, hlo
+from rpg_jax.planning.topologies import GET_COMPILER, compiler_library
 from rpg_jax.rollout import DecodeEngine, Decoding, Weights
 
 pytestmark = pytest.mark.tpu_compile
@@ -19,8 +20,8 @@ pytestmark = pytest.mark.tpu_compile
 
 def library() -> str:
     """The path of the compiler; skips the test where there is none."""
-    if (found := tpu_compiler.library()) is None:
-        pytest.skip(f"needs the compiler for TPUs: {tpu_compiler.GET}")
+    if (found := compiler_library()) is None:
+        pytest.skip(f"needs the compiler for TPUs: {GET_COMPILER}")
     return str(found)
 
 

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 from rpg_jax.parallel import MESH_AXES, make_mesh
-from rpg_jax.planning import topologies, tpu_compiler
+from rpg_jax.planning import topologies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +116,8 @@ def test_without_a_torus_devices_keep_their_order():
     ids=str,
 )
 def test_meshes_on_described_slices(name, shape):
-    if tpu_compiler.library() is None:
-        pytest.skip(f"needs the compiler for TPUs: {tpu_compiler.GET}")
+    if topologies.compiler_library() is None:
+        pytest.skip(f"needs the compiler for TPUs: {topologies.GET_COMPILER}")
     topology = topologies.parse(name)
     mesh = make_mesh(shape, topology.devices())
     assert mesh.size == topology.chips

@@ -12,7 +12,9 @@ import pytest
 from rich.console import Console
 
 from configs import qwen3_0p6b_gsm8k, qwen3_4b_2k, qwen3_4b_8k, tiny
-from rpg_jax.planning import compiling, efficiency, hlo, printing, run_plan, topologies, tpu_compiler
+from rpg_jax import plan
+from rpg_jax.planning import compiling, hlo, run_plan, topologies
+from rpg_jax.planning.chips import PACKING
 from rpg_jax.runs import memory
 from rpg_jax.runs.layout import make_layout, rows_per_update
 from rpg_jax.runs.learner import make_learner
@@ -21,7 +23,7 @@ from rpg_jax.runs.resolve import resolve
 
 V5E = topologies.parse("v5e:2x4")
 GIB = 2**30
-needs_compiler = pytest.mark.skipif(tpu_compiler.library() is None, reason=f"needs {tpu_compiler.GET}")
+needs_compiler = pytest.mark.skipif(topologies.compiler_library() is None, reason=f"needs {topologies.GET_COMPILER}")
 
 
 def program(name="update", hbm=1 * GIB, flops=1e12, refused=""):
@@ -136,7 +138,7 @@ def test_the_figures_of_a_step_come_from_config_and_programs():
     assert step.fixed == pytest.approx(2.5e9) and step.collectives == 0 and step.network == 1.8e9
     assert step.cached == pytest.approx(192 * 36 * 2 * 8 * 128 * 2 / 4, rel=1e-3)  # of one position, on a chip of four
     console = Console(record=True, width=120, file=io.StringIO())
-    printing.show(V5E, programs, found, console)
+    plan.show(V5E, programs, found, console)
     text = console.export_text()
     assert "400 steps, days" in text
     _, binds = text[text.index("fits v5e") :].splitlines()  # the last lines
@@ -145,7 +147,7 @@ def test_the_figures_of_a_step_come_from_config_and_programs():
     assert "41 evaluations of 3,200 completions" in " ".join(text.split())
     assert found["bound"]["seconds"] < found["fastest"]["seconds"] < found["expected"]["seconds"]
     assert found["expected"]["seconds"] < found["slowest"]["seconds"]
-    rows = 512 * 16 * 1300 / 8192 / efficiency.PACKING  # of all 16 updates
+    rows = 512 * 16 * 1300 / 8192 / PACKING  # of all 16 updates
     micro_batch = layout.config.train.microbatch_size or rows_per_update(layout.config)
     assert found["micro_batches"] == 16 * math.ceil(rows / 16 / micro_batch)
 
@@ -174,11 +176,11 @@ def test_where_the_weights_cannot_be_had_the_size_gives_the_shapes(monkeypatch, 
 def test_tables_and_json_say_the_same():
     programs = {"update": program(), "decode": program("decode", refused="Used 17.50G of 15.75G hbm")}
     console = Console(record=True, width=100, file=io.StringIO())
-    printing.show(V5E, programs, {}, console)
+    plan.show(V5E, programs, {}, console)
     text = console.export_text()
     assert re.search(r"update +│ +1.00 │ .* │ +1.00 │ +0.00 │ +1 s", text), "the peak is a number"
     assert "does not fit v5e:2x4: decode" in text and "decode: Used 17.50G of 15.75G hbm" in text
-    found = json.loads(json.dumps(printing.as_json(V5E, programs, {}, {})))
+    found = json.loads(json.dumps(plan.as_json(V5E, programs, {}, {})))
     assert (found["fits"], found["programs"]["update"]["fits"]) == (False, True)
     assert found["programs"]["update"]["costs"]["collectives"] == {"all-gather": 1.8e9}
 
@@ -199,7 +201,7 @@ def test_a_wrong_topology_ends_in_one_line():
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.skipif(tpu_compiler.library() is not None, reason="the compiler for TPUs is there")
+@pytest.mark.skipif(topologies.compiler_library() is not None, reason="the compiler for TPUs is there")
 def test_without_the_compiler_a_plan_says_how_to_get_it():
     with pytest.raises(ValueError, match="python -m rpg_jax.plan --get_compiler"):
         run_plan.plan(resolve(tiny.get_config()), V5E)

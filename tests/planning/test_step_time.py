@@ -6,7 +6,8 @@ import math
 import pytest
 
 from rpg_jax import models
-from rpg_jax.planning import compiling, efficiency, hlo, step_time, topologies
+from rpg_jax.planning import compiling, hlo, step_time, topologies
+from rpg_jax.planning.chips import EXPECTED, PEAKS
 from rpg_jax.planning.step_time import DecodeStep, Lengths, decode
 
 MODEL = models.size("Qwen3-4B")
@@ -60,16 +61,16 @@ def programs(**launches):
 
 
 def test_decoding_at_the_peaks_is_the_hand_computation():
-    parts = decode(step(160), 1536, LENGTHS, CHIP, efficiency.PEAKS)
+    parts = decode(step(160), 1536, LENGTHS, CHIP, PEAKS)
     cache = 24_576 * 4096 * (300 + (4096 * 1.36 - 1) / 2) * 147_456 / 64 / 2.765e12
     weights = (4096 * (24_576 - 2560) / 2560 + 8192) * 8.045e9 / 4 / 2.765e12
     assert (cache, weights) == (pytest.approx(259, abs=1), pytest.approx(32, abs=1))
     assert parts == pytest.approx({"cache": cache, "weights": weights, "latency": 0, "host": 0}, rel=1e-3)
-    assert decode(step(8), 1536, LENGTHS, CHIP, efficiency.PEAKS)["weights"] == pytest.approx(575, abs=2)
+    assert decode(step(8), 1536, LENGTHS, CHIP, PEAKS)["weights"] == pytest.approx(575, abs=2)
 
 
 def test_a_step_at_the_peaks_is_the_hand_computation_and_at_most_an_eighth():
-    total = step_time.phases(WORK, step(160), programs(), SLICE, efficiency.PEAKS).total
+    total = step_time.phases(WORK, step(160), programs(), SLICE, PEAKS).total
     assert 0.9 * 355 < total < 1.15 * 355
 
 
@@ -77,19 +78,19 @@ def test_the_parts_of_expected_decoding_add_up_by_hand():
     own = step(64, collectives=75, network=5.4e6)
     parts = decode(own, 1536, LENGTHS, CHIP)
     steps = 4096 * (1536 - 64) / 64 + 8192
-    read = steps * WEIGHTS / 2.765e12 / efficiency.EXPECTED.hbm
+    read = steps * WEIGHTS / 2.765e12 / EXPECTED.hbm
     assert parts["weights"] == pytest.approx(read)  # above the products' time
-    latency = 75 * efficiency.EXPECTED.collective_seconds + 5.4e6 / 540e9 / efficiency.EXPECTED.ici
+    latency = 75 * EXPECTED.collective_seconds + 5.4e6 / 540e9 / EXPECTED.ici
     assert parts["latency"] == pytest.approx(steps * latency)
     assert parts["host"] == pytest.approx(steps / 16 * 3e-3)
-    read = decode(own, 1536, LENGTHS, CHIP, efficiency.PEAKS)["cache"]
-    assert parts["cache"] == pytest.approx(read / efficiency.EXPECTED.hbm)
+    read = decode(own, 1536, LENGTHS, CHIP, PEAKS)["cache"]
+    assert parts["cache"] == pytest.approx(read / EXPECTED.hbm)
 
 
 def test_many_slots_are_limited_by_their_products():
     own = step(1536)
     parts = decode(own, 1536, LENGTHS, CHIP)
-    assert parts["weights"] == pytest.approx(8192 * own.products / 459e12 / efficiency.EXPECTED.flops)
+    assert parts["weights"] == pytest.approx(8192 * own.products / 459e12 / EXPECTED.flops)
 
 
 def test_blocks_between_completions_cost_nothing():
@@ -103,11 +104,11 @@ def test_expected_training_pays_for_every_collective():
     few = step_time.phases(WORK, step(160), programs(), SLICE)
     many = step_time.phases(WORK, step(160), programs(add=100), SLICE)
     added = many.seconds["update"] - few.seconds["update"]
-    assert added == pytest.approx(16 * 3 * 100 * efficiency.EXPECTED.collective_seconds)
+    assert added == pytest.approx(16 * 3 * 100 * EXPECTED.collective_seconds)
 
 
 def test_expected_is_slower_than_the_peaks_in_every_phase():
-    least = step_time.phases(WORK, step(160), programs(), SLICE, efficiency.PEAKS).seconds
+    least = step_time.phases(WORK, step(160), programs(), SLICE, PEAKS).seconds
     likely = step_time.phases(WORK, step(160), programs(), SLICE).seconds
     assert all(least[name] < likely[name] for name in ("prefill", "decode: cache", "log-probs", "update"))
     assert all(least[name] <= likely[name] for name in likely)
@@ -129,10 +130,8 @@ def test_hosts_exchange_groups_at_the_rate_of_a_host_beside_the_collective():
         "exchange": compiling.Program("exchange", 0, 0, 0, 0, 0, hlo.Costs(0, 0, {"all-gather": 1.5e9}), 0, 0)
     }
     found = step_time.phases(work, step(160), known, SLICE)
-    assert found.seconds["exchange"] == pytest.approx(1.5 + 1.5e9 / 540e9 / efficiency.EXPECTED.ici)
-    assert step_time.phases(work, step(160), known, SLICE, efficiency.PEAKS).seconds["exchange"] == pytest.approx(
-        1.5e9 / 540e9
-    )
+    assert found.seconds["exchange"] == pytest.approx(1.5 + 1.5e9 / 540e9 / EXPECTED.ici)
+    assert step_time.phases(work, step(160), known, SLICE, PEAKS).seconds["exchange"] == pytest.approx(1.5e9 / 540e9)
 
 
 def test_a_step_beside_servers_is_no_shorter_than_the_way_of_the_weights():
@@ -159,6 +158,6 @@ def test_rehearsal_adds_micro_batches_to_every_update_and_no_log_prob_pass():
         step_time.phases(dataclasses.replace(WORK, rehearsed=rehearsed), step(160), programs(), SLICE).seconds
         for rehearsed in (0, 2)
     )
-    an_add = programs()["add"].expected(CHIP, efficiency.EXPECTED, WORK.run)
+    an_add = programs()["add"].expected(CHIP, EXPECTED, WORK.run)
     assert more["update"] - plain["update"] == pytest.approx(16 * 2 * an_add)
     assert more["log-probs"] == plain["log-probs"]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rpg_jax import models
-from rpg_jax.planning import compiling, efficiency
-from rpg_jax.planning.chips import CHIPS
+from rpg_jax.planning import compiling
+from rpg_jax.planning.chips import CHIPS, EXPECTED, HBM_BAND
 from rpg_jax.planning.step_time import DecodeStep, Lengths, decode
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +18,7 @@ MODEL = models.size("Qwen3-8B")
 TOKEN = 36 * 2 * 8 * 128 * 2  # bytes of keys and values
 
 
-def expected(kind, chips, slots, prompt, tokens, hbm=efficiency.EXPECTED.hbm):
+def expected(kind, chips, slots, prompt, tokens, hbm=EXPECTED.hbm):
     """Seconds of prefill and decode of one wave of completions of equal length; a host step for each decode step."""
     chip = CHIPS[kind]
     read = models.parameter_count(MODEL) - MODEL.vocab_size * MODEL.embed_dim  # of the embeddings only some rows
@@ -26,10 +26,10 @@ def expected(kind, chips, slots, prompt, tokens, hbm=efficiency.EXPECTED.hbm):
     scores = compiling.token_flops(MODEL, tokens=slots, attended=1, predicted=slots) - products
     sizes = {"fixed": 2 * read, "cached": slots * TOKEN, "products": products, "scores": scores}
     step = DecodeStep(slots, **{name: size / chips for name, size in sizes.items()}, collectives=2 * 36 + 2)
-    rates = efficiency.EXPECTED._replace(hbm=hbm)
+    rates = EXPECTED._replace(hbm=hbm)
     parts = decode(step, slots, Lengths(prompt, tokens, 0, tokens), chip, rates)
     flops = compiling.forward_flops(MODEL, rows=slots, length=prompt, predicted=0) / chips
-    return flops / chip.flops / efficiency.EXPECTED.flops, parts
+    return flops / chip.flops / EXPECTED.flops, parts
 
 
 # Milliseconds between two tokens of sglang-jax on v6e-4 in bf16 (sgl-project/sglang-jax, docs/cookbook/base/benchmarks/
@@ -60,8 +60,7 @@ def test_reported_decode_steps_lie_about_what_is_expected_and_large_batches_with
     lines = []
     for prompt, slots, reported in SGLANG:
         band = [
-            sum(expected("v6e", 4, slots, prompt, 1024, hbm)[1].values()) / 1.024
-            for hbm in (efficiency.EXPECTED.hbm, *efficiency.HBM_BAND)
+            sum(expected("v6e", 4, slots, prompt, 1024, hbm)[1].values()) / 1.024 for hbm in (EXPECTED.hbm, *HBM_BAND)
         ]
         lines.append(f"| {slots}, {prompt:,} + 1,024 | {reported:.1f} | {band[0]:.1f} | {band[0] / reported:.2f} |")
         assert 0.8 < band[0] / reported < 1.3, (prompt, slots)

@@ -1,4 +1,7 @@
-"""Slices by name: the known slices, their sizes, and the error for any other name."""
+"""Slices by name, with the error for any other name, and the compiler for TPUs in a folder of its own."""
+
+import subprocess
+import sys
 
 import pytest
 
@@ -47,7 +50,50 @@ def test_several_slices_have_the_chips_and_hosts_of_all():
 
 
 def test_without_the_compiler_one_line_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(topologies.tpu_compiler, "library", lambda: None)
+    monkeypatch.setattr(topologies, "compiler_library", lambda: None)
     with pytest.raises(ValueError, match="the compiler for TPUs .*python -m rpg_jax.plan --get_compiler") as error:
         topologies.parse("v5e:2x2").devices()
     assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def absent(monkeypatch, tmp_path):
+    """An environment in `tmp_path` whose Python cannot import libtpu."""
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(topologies.importlib.util, "find_spec", lambda name: None)
+
+
+def fake_pip(monkeypatch, code=0):
+    def run(command, **_):
+        target = next(a for a in command if a.startswith("--target=")).removeprefix("--target=")
+        library = topologies.Path(target) / "libtpu" / "libtpu.so"
+        library.parent.mkdir(parents=True)
+        library.touch()
+        assert command[-1].startswith("libtpu==") and "--no-deps" in command
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(topologies.subprocess, "run", run)
+
+
+def test_the_compiler_comes_into_a_folder_that_python_does_not_import_from(absent, monkeypatch, tmp_path):
+    fake_pip(monkeypatch)
+    (tmp_path / "tpu_compiler" / "0.1").mkdir(parents=True)  # that of an earlier JAX
+    assert topologies.compiler_library() is None
+    assert "only plan uses it" in topologies.get_compiler()
+    assert topologies.compiler_library() == topologies.compiler_folder() / "libtpu" / "libtpu.so"
+    assert list((tmp_path / "tpu_compiler").iterdir()) == [topologies.compiler_folder()]
+    assert not any(path.startswith(str(tmp_path)) for path in sys.path)
+    assert "is there" in topologies.get_compiler()
+
+
+def test_a_failed_download_of_the_compiler_is_one_line_and_leaves_no_compiler(absent, monkeypatch):
+    fake_pip(monkeypatch, 1)
+    with pytest.raises(ValueError, match=r"^libtpu==\S+ cannot be installed into .*: pip says why above$"):
+        topologies.get_compiler()
+    assert topologies.compiler_library() is None
+
+
+def test_the_machine_of_a_tpu_compiles_with_pythons_own(monkeypatch):
+    origin = type("Spec", (), {"origin": "/there/libtpu/__init__.py"})
+    monkeypatch.setattr(topologies.importlib.util, "find_spec", lambda name: origin)
+    assert str(topologies.compiler_library()) == "/there/libtpu/libtpu.so"
