@@ -25,6 +25,7 @@ measurements, or lists of them with equal fields, and raises `ValueError` at opt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Reads the command line `argv` (None: this process's), measures, and returns the exit code."""
     given = sys.argv[1:] if argv is None else argv
     parser = cli.parser("bench", __doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -40,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def bench(options: argparse.Namespace) -> None:
-    """Prints every result of a command as soon as the result is there. A list of results is printed side by side."""
+    """Prints every measurement of the command in `options` as soon as it is there. A list of measurements is printed
+    side by side in a table, or with --json on a line each."""
     for found in options.measure(options):
         results = found if isinstance(found, list) else [found]
         print("\n".join(map(json_files.dumps, results)) if options.json else _table(results), flush=True)
@@ -57,7 +59,8 @@ def _table(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def cell(value: Any) -> str:
-    """A value as the tables show it."""
+    """A value as the tables show it: numbers with separators, floats with four digits after the point or in powers of
+    ten, a dict as its entries that are not ""."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {one}" for name, one in value.items() if one != "")
     if isinstance(value, float):

@@ -43,6 +43,8 @@ _GIB = 2**30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Reads the command line `argv` (None: this process's), plans, and returns the exit code: 1 if the config does not
+    fit."""
     parser = cli.parser("plan", __doc__)
     parser.add_config("configs/qwen3_4b_2k.py")
     parser.add_argument(
@@ -66,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Compiles or estimates, prints, and returns 1 where the config does not fit."""
+    """Compiles or estimates by `options`, and prints. Returns 1 if the config does not fit, else 0. Raises ValueError
+    for an unknown slice, for a config that cannot run, and where there is no compiler."""
     if options.get_compiler:
         print(topologies.get_compiler())
         return 0
@@ -114,7 +117,9 @@ def show(
     figures: Mapping[str, Any],
     console: Console | None = None,
 ) -> None:
-    """Prints the result of `run_plan.plan`: memory, speed, step and verdict. docs/plan.md explains the columns."""
+    """Prints tables of the programs' memory and speed, of the step, and whether all programs fit. docs/plan.md explains
+    the columns. `figures` is the result of `run_plan.step_figures`; if it is empty, there is no table of the step.
+    `console` None: stdout."""
     console = console or screen.console()
     console.print(_memory(topology, programs), _speed(topology, programs))
     if figures:
@@ -132,7 +137,8 @@ def show(
 
 
 def show_settings(topology: Topology, found: Mapping[str, Estimate]) -> None:
-    """Prints a row for each of at most eight settings: trained numbers, bytes on a chip, and the expected step."""
+    """Prints a row for each of the first eight settings in `found`: trained numbers, bytes on a chip, and the expected
+    step. A setting that does not fit has "no room" for the step."""
     console, shown = screen.console(), list(found.items())[:8]
     table = []
     for number, (_, one) in enumerate(shown, 1):
@@ -156,7 +162,9 @@ def as_json(
     figures: Mapping[str, Any],
     settings: Mapping[str, Estimate],
 ) -> dict[str, Any]:
-    """The plan as one JSON object; `settings` are compared by arithmetic. Bytes and seconds are those of one chip."""
+    """The plan as one JSON object: the slice; "fits", None without programs; the programs by name; "step", the
+    `figures` of `run_plan.step_figures`; and the `settings` that were compared by arithmetic. Bytes and seconds are
+    those of one chip."""
     chip = topology.chip
     return {
         "topology": topology.name,

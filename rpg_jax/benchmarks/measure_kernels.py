@@ -51,8 +51,13 @@ class Case(NamedTuple):
     """A kernel in one shape.
 
     Attributes:
+      name: what the kernel computes.
       kernel: the implementation to compare with "xla".
-      start: makes the inputs, equal for all implementations, of `start(implementation, dtype, **sizes)`.
+      model: the published size that gives the shape.
+      dtype: of the inputs, or "int8" for an int8 cache.
+      start: makes the inputs, equal for all implementations, and returns a call: `start(implementation, dtype,
+        **sizes)`.
+      sizes: the size of each axis by its letter.
       limit: the largest `difference` that passes.
     """
 
@@ -66,15 +71,16 @@ class Case(NamedTuple):
 
 
 def arguments(parser: cli.Parser) -> None:
+    """Adds the options of this command to its parser."""
     parser.add_argument("--repeats", type=int, default=5, help="measured times of each (default 5)")
 
 
 def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The measurement of each kernel.
+    """Yields the measurement of each kernel of this platform, a dict of fields. Progress goes to stderr.
 
     Raises:
       ValueError: --repeats is below 1.
-      cli.Ended: some kernel differs from XLA, after all measurements.
+      cli.Ended: some kernel differs from XLA, or failed, after all measurements.
     """
     if arguments.repeats < 1:
         raise ValueError(f"--repeats must be >= 1, got {arguments.repeats}")
@@ -90,7 +96,8 @@ def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def measured(case: Case, repeats: int) -> dict[str, Any]:
-    """One kernel's measurement. An error of the kernel becomes its field `error`."""
+    """One kernel's measurement, a dict of fields: what was compared, "difference", "kernel_seconds", "xla_seconds" and
+    "passed". If the kernel raises an error, the field "error" has it in place of difference and seconds."""
     found: dict[str, Any] = {"bench": "kernels", "name": case.name, "kernel": case.kernel, "model": case.model}
     found |= {"shape": " ".join(f"{letter}={size}" for letter, size in case.sizes.items()), "dtype": case.dtype}
     found |= {"device": jax.devices()[0].device_kind, "interpreted": platform() == "cpu", "limit": case.limit}
@@ -108,7 +115,8 @@ def measured(case: Case, repeats: int) -> dict[str, Any]:
 
 
 def cases(platform: str) -> Iterator[Case]:
-    """Every kernel of a platform: cpu, gpu or tpu."""
+    """Yields every kernel of `platform`, "cpu", "gpu" or "tpu", in its shapes; none for a GPU without cuDNN's
+    attention."""
     if platform == "gpu" and chosen(jnp.dtype("bfloat16"), 512, 64) != "cudnn":
         return
     small, dtype = platform == "cpu", "float32" if platform == "cpu" else "bfloat16"

@@ -27,17 +27,19 @@ from rpg_jax.types import Sampling
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this command to its parser."""
     parser.add_argument("--preset", choices=PRESETS, default="w1")
     parser.add_argument("--repeats", type=int, default=5, help="timed rollouts per driver (default 5)")
     parser.add_argument("--threads", type=int, default=1, help="that decode (default 1)")
 
 
 def run(arguments: argparse.Namespace, peers: Mapping[str, Peer] = MappingProxyType({})) -> Iterator[dict[str, Any]]:
-    """One measurement: medians over --repeats for each driver of seconds, tokens/s, prefill and decode seconds, slot
-    occupancy. `peers`, by name, generate as many completions, in turn with the drivers.
+    """Yields one measurement, a dict: medians over --repeats for each driver of seconds and tokens/s, and its decode
+    seconds, other seconds and slot occupancy. `peers`, by name, generate as many completions, in turn with the drivers;
+    they are closed.
 
     The fields of the first driver, `orchestrator` where JetStream is installed, have no prefix. `peak_bytes` is the
-    memory of this process.
+    memory of this process. Raises ValueError if --repeats is below 1, or a peer made another number of tokens.
     """
     if arguments.repeats < 1:
         raise ValueError(f"--repeats must be >= 1, got {arguments.repeats}")

@@ -43,6 +43,7 @@ from rpg_jax.training.step import Frozen
 
 
 def arguments(parser: cli.Parser) -> None:
+    """Adds the options of this command to its parser."""
     subject.arguments(parser)
     parser.add_argument("--repeats", type=int, default=7, help="timed updates of each setting (default 7)")
     parser.add_beside("another setting, as model.lora.rank=16 or model.lora.rank=4,model.remat=full; may be repeated")
@@ -51,11 +52,10 @@ def arguments(parser: cli.Parser) -> None:
 def run(
     arguments: argparse.Namespace, start_peer: Callable[[Subject], Peer] | None = None
 ) -> Iterator[list[dict[str, Any]]]:
-    """A measurement of each setting.
-
-    `start_peer` starts another library, whose updates take turns with the first setting's. `ratio` is our first median
-    over the peer's.
-    """
+    """Yields one list with the measurement of each setting, a dict of fields. Progress goes to stderr. `start_peer`
+    starts another library on the first setting, whose updates take turns with ours, and is closed in the end. The
+    field `ratio` is our first median over the peer's. Raises ValueError if --repeats is below 1 or a setting is not
+    accepted."""
     if arguments.repeats < 1:
         raise ValueError(f"--repeats must be >= 1, got {arguments.repeats}")
     settings = cli.settings(arguments.beside).items()
@@ -90,7 +90,13 @@ def run(
 
 
 class Contender:
-    """The compiled update of one setting, with its arrays."""
+    """The compiled update of one setting, with its arrays. To make one compiles the update and runs it once.
+
+    Args:
+      one: the programs of the setting.
+      name: the setting, as --beside has it.
+      first_of_process: whether the seconds of the first update count from the start of this process.
+    """
 
     def __init__(self, one: Subject, name: str, first_of_process: bool):
         self.one, self.name, began = one, name, time.perf_counter()
@@ -106,14 +112,16 @@ class Contender:
         self.times.clear()
 
     def update(self) -> None:
-        """Makes an update; notes its seconds, and the seconds of CPU time that this process used for the update."""
+        """Makes an update and waits for it; appends its seconds, and the seconds of CPU time that this process used, to
+        `times`."""
         began, used = time.perf_counter(), time.process_time()
         with self.one.layout.activate():
             self.state, self.metrics = jax.block_until_ready(self.compiled(self.frozen, self.state, self.batch))
         self.times.append((time.perf_counter() - began, time.process_time() - used))
 
     def result(self, of: float | None = None) -> dict[str, Any]:
-        """The measurement as a dict of fields. `of` is the median seconds of the first column."""
+        """The measurement over all updates as a dict of fields. `of` is the median seconds of the first column; None:
+        this is it."""
         one, (ours, used) = self.one, zip(*self.times, strict=True)
         layout, asked, seconds = one.layout, subject.asked_bytes(self.compiled), statistics.median(ours)
         trained, frozen, peak = bytes_on_a_device(one.learner.like.params), layout.abstract_base, subject.peak_flops()

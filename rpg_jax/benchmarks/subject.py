@@ -41,7 +41,7 @@ class Peer(Protocol):
 
     @property
     def first(self) -> Mapping[str, Any]:
-        """The measurements of the first piece of work."""
+        """The measurements of the first piece of work, by field."""
 
     def work(self) -> Mapping[str, Any]:
         """Works once more and returns its measurements, `seconds` among them."""
@@ -52,9 +52,7 @@ class Peer(Protocol):
 @dataclasses.dataclass(frozen=True)
 class Work:
     """`prompts` x `group_size` completions of `new_tokens` after prompts of `prompt_tokens`, `slots` at a time.
-
-    Activations, and the weights of a rollout, have the dtype `dtype`.
-    """
+    Activations, and the weights of a rollout, have the dtype `dtype`."""
 
     model: DecoderConfig
     prompts: int
@@ -66,6 +64,7 @@ class Work:
 
     @property
     def tokens(self) -> int:
+        """The tokens of all completions together."""
         return self.prompts * self.group_size * self.new_tokens
 
 
@@ -80,7 +79,8 @@ PRESETS = {
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """The training programs of one config on its mesh, with their inputs."""
+    """The training programs of one config on its mesh, with their inputs. `name` is the preset's, or the config
+    file's."""
 
     name: str
     layout: Layout
@@ -89,6 +89,7 @@ class Subject:
 
     @classmethod
     def of(cls, name: str, layout: Layout) -> Subject:
+        """The subject of a layout, with a learner that has no critic. No program is compiled yet."""
         learner = make_learner(layout, supervised=True)  # without a learned baseline
         return cls(name, layout, learner, learner_programs(layout, learner, base=layout.abstract_base))
 
@@ -110,16 +111,19 @@ class Subject:
         return training_flops(self.layout.model, **sizes, frozen=self.layout.lora is not None)
 
     def state(self) -> TrainState:
-        """Random weights or adapters, and the optimizer's first state; `learner.like` has their shapes."""
+        """Random weights or adapters on the devices, and the optimizer's first state; `learner.like` has their
+        shapes."""
         layout = self.layout
         return self.learner.create(_random(layout) if layout.lora is None else first_adapters(layout))
 
     def base(self) -> models.Base | None:
-        """Random frozen weights beside adapters: the first argument of a compiled program."""
+        """Random frozen weights beside adapters, the first argument of a compiled program; None if all weights are
+        trained."""
         return None if self.layout.lora is None else new_base(self.layout, _random)
 
     def batch(self) -> Batch:
-        """Random tokens in rows without padding, each completion at its row's end; policies are a little apart."""
+        """A micro-batch on the devices: random tokens in rows without padding, each completion at its row's end. The
+        log-probs of the policies are a little apart. It is the same at each call."""
         (rows, length, completion, *_), vocabulary = self.shape, self.layout.model.vocab_size
         prompt = length - min(completion, length - 1)
         rng = np.random.default_rng(0)
@@ -150,16 +154,17 @@ def _random(layout: Layout) -> Any:
 
 
 def arguments(parser: cli.Parser) -> None:
-    """Adds the options that choose the subject: a preset, or a config at its micro-batch, and overrides of either."""
+    """Adds --preset, --config and --config.FIELD to a parser, the options that `chosen` reads."""
     parser.add_argument("--preset", choices=PRESETS, help="a work unit (default w1, where no --config is given)")
     parser.add_config()
 
 
 def chosen(arguments: argparse.Namespace, devices: Sequence[Any] | None = None, changes: Sequence[str] = ()) -> Subject:
-    """The subject that the options choose, with the overrides `changes`, on `devices` (default: all devices).
+    """The subject that the options choose, with the overrides `changes` ("--config.FIELD=VALUE"), on `devices` (None:
+    all devices). Without --config it is a preset, w1 by default.
 
     Raises:
-      ValueError: an unknown field or file, or a config whose model has no published vocabulary.
+      ValueError: an unknown field or file, --preset and --config together, or a config without a published model.
     """
     cli.keep_pages()
     if arguments.config and arguments.preset:
@@ -202,12 +207,13 @@ def peak_flops() -> float | None:
 
 
 def peak_bytes() -> int:
-    """The most bytes of resident memory that this process has had so far."""
+    """The most bytes of resident memory that this process has had so far, on the host."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def asked_bytes(program: jax.stages.Compiled) -> dict[str, int]:
-    """The compiler's figures of a program's memory on a device; empty if the platform gives no figures."""
+    """The compiler's figures of a program's memory on a device, by field: "arguments_bytes", "temporaries_bytes",
+    "outputs_bytes", and "in_place_bytes" of arguments that outputs overwrite. {} if the platform gives no figures."""
     if (asked := program.memory_analysis()) is None:
         return {}
     return {
@@ -219,11 +225,12 @@ def asked_bytes(program: jax.stages.Compiled) -> dict[str, int]:
 
 
 def progress(message: str) -> None:
+    """Prints a line to stderr at once."""
     print(message, file=sys.stderr, flush=True)
 
 
 def since_start() -> float:
-    """Seconds since this process began."""
+    """Seconds since this process began; without /proc, its seconds of CPU time."""
     stat = Path("/proc/self/stat")
     if not stat.exists():
         return time.process_time()

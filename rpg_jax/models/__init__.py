@@ -1,4 +1,4 @@
-"""Decoders in Flax NNX, Qwen first: weights, forward, prefill and decode, and folders in Hugging Face layout."""
+"""Decoders in Flax NNX, Qwen first: weights, forward pass, prefill and decode, and folders in Hugging Face layout."""
 
 from rpg_jax.models.config import DecoderConfig as DecoderConfig
 from rpg_jax.models.config import Experts as Experts

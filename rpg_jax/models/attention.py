@@ -32,7 +32,7 @@ def attention(
     """softmax(q kᵀ / √H) v, where a token attends to itself and to the earlier tokens that `attends` names.
 
     With context parallelism (`length` on mesh axes), each device keeps its stretch of the queries and gathers the keys
-    and values of the whole row.
+    and values of the whole row. Raises ValueError for an unknown implementation.
 
     Args:
       q: [B, T, N, H].
@@ -41,7 +41,7 @@ def attention(
         "splash" takes no segments that share a prompt.
       axes: logical names of the first two dimensions.
       implementation: "xla"; "cudnn" (GPU, bf16 or f16; it holds a segment mask [B, 1, T, T] in memory); "splash" (TPU);
-        or "auto", which follows the `logical.platform` that the program is compiled for; see `chosen`.
+        or "auto", which `chosen` chooses for the platform that the program is compiled for.
 
     Returns:
       [B, T, N, H] in q's dtype; rows of padding hold finite numbers without a meaning.
@@ -60,19 +60,17 @@ def attention(
 
 
 def attends(queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """Whether tokens may attend to earlier tokens, by the segment ids of both: equal ids, or the id of the prompt.
-
-    The id of a segment modulo `types.BRANCH` is the id of its prompt, see `types.Rows`.
-    """
+    """Whether tokens may attend to earlier tokens, by the segment ids i32 of both, whose shapes broadcast: the ids are
+    equal, or the key's id is that of the query's prompt. The id of a segment modulo `types.BRANCH` is the id of its
+    prompt."""
     return (queries == keys) | (queries % BRANCH == keys)
 
 
 def chosen(dtype: jnp.dtype, length: int, head: int) -> str:
-    """The meaning of "auto" for rows of `length` tokens and heads of `head` numbers.
-
-    cuDNN takes bf16 and f16, and heads of a multiple of 8 up to 128; with a mask, its gradient needs an even length.
-    It needs compute capability 8.0: a T4 has 7.5, and AMD's capabilities are not numbers.
-    """
+    """The implementation that "auto" means for rows of `length` tokens and heads of `head` numbers in `dtype`. "splash"
+    for a TPU. "cudnn" for a GPU if it can; else "xla". cuDNN takes bf16 and f16, and heads of a multiple of 8 up to
+    128; with a mask, its gradient needs an even length. It needs compute capability 8.0: a T4 has 7.5, and AMD's
+    capabilities are not numbers."""
     has_kernel = dtype in (jnp.bfloat16, jnp.float16) and length % 2 == 0 and head % 8 == 0 and head <= 128
     if platform() == "gpu" and has_kernel:
         major = jax.local_devices(backend="gpu")[0].compute_capability.partition(".")[0]
@@ -118,6 +116,7 @@ def extend_attention(
     It returns [P, T, N, H] in q's dtype. Scores are f32[P, N, T, C + T] in memory.
 
     Args:
+      cache: a stacked cache of capacity C, which does not hold the new tokens yet.
       slots: i32[P], the slot that each row continues.
       starts: i32[P], the tokens in the slot; entries at or past them are ignored.
     """
@@ -165,7 +164,9 @@ def decode_attention(
     returns [S, N, H] in q's dtype. Entries at or past `cache.lengths` are ignored.
 
     Args:
-      attend_length: a promise that no length is larger; without `ragged`, only so many tokens of a slot are read.
+      cache: a stacked cache of S slots, which does not hold the new tokens yet.
+      attend_length: a promise that no length is larger; without `ragged`, only so many tokens of a slot are read. None:
+        all.
       ragged: whether a TPU kernel attends, which reads only the filled part of each slot.
     """
     if ragged:
@@ -191,10 +192,9 @@ def decode_attention(
 
 
 def layer_attention(q: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array) -> jax.Array:
-    """[S, N, H] of one query [S, N, H] per slot over the first `lengths` i32[S] tokens, the new token included.
-
-    `keys` [S, K, H, C] and `values` [S, K, C, H] are the arrays of one layer of a cache.
-    """
+    """Attention [S, N, H], in q's dtype, of one query [S, N, H] per slot over the first `lengths` i32[S] tokens of its
+    slot. `keys` [S, K, H, C] and `values` [S, K, C, H] are one layer of a cache, which holds the query's own token
+    already."""
     past = _cached_logits(_grouped(q, keys.shape[1]), keys, lengths)
     past = jnp.exp(past - past.max(-1, keepdims=True))
     mixed = past.astype(q.dtype), values.astype(q.dtype)

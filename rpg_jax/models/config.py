@@ -11,12 +11,10 @@ LARGEST |= {"head_dim": 2**14, "hidden_dim": 2**24}
 
 @dataclasses.dataclass(frozen=True)
 class Yarn:
-    """YaRN context extension (arXiv:2309.00071) with the field names of Qwen's published configs.
-
-    Frequencies that turn fewer than `beta_slow` times over the original context are divided by `factor`. Frequencies
-    that turn more than `beta_fast` times are kept, and frequencies in between are blended. Queries and keys are scaled
-    by `attention_factor` (None: 0.1 ln(factor) + 1).
-    """
+    """YaRN context extension (arXiv:2309.00071) with the field names of Qwen's published configs. Frequencies that turn
+    fewer than `beta_slow` times over the original context are divided by `factor`. Frequencies that turn more than
+    `beta_fast` times are kept, and frequencies in between are blended. Queries and keys are scaled by
+    `attention_factor` (None: 0.1 ln(factor) + 1). Raises ValueError for a factor below 1."""
 
     factor: float
     original_max_position_embeddings: int
@@ -32,10 +30,9 @@ class Yarn:
 @dataclasses.dataclass(frozen=True)
 class Llama3:
     """Context extension of Llama 3.1 and later (arXiv:2407.21783), with the field names of Llama's published configs.
-
     Frequencies that turn fewer than `low_freq_factor` times over the original context are divided by `factor`.
-    Frequencies that turn more than `high_freq_factor` times are kept, and frequencies in between are blended.
-    """
+    Frequencies that turn more than `high_freq_factor` times are kept, and frequencies in between are blended. Raises
+    ValueError unless factor >= 1 and 0 < low_freq_factor < high_freq_factor."""
 
     factor: float
     low_freq_factor: float
@@ -54,10 +51,9 @@ class Llama3:
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: pair i of a head of size H turns by theta^(-2i/H) radians a position.
-
-    `max_position_embeddings` is read and written with the config, but computes nothing. `scaling` None is plain RoPE.
-    """
+    """Rotary position embedding: pair i of a head of size H turns by theta^(-2i/H) radians a position. `scaling`
+    extends the context; None is plain RoPE. `max_position_embeddings` is read and written with the config, but computes
+    nothing."""
 
     theta: float = 1_000_000.0
     max_position_embeddings: int = 32_768
@@ -66,10 +62,9 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """A mixture of SwiGLU experts in every layer: each token goes to `per_token` of `count` experts.
-
-    Softmax probabilities weight the outputs of the chosen experts. `renormalise` divides these weights by their sum.
-    """
+    """A mixture of SwiGLU experts in every layer: each token goes to `per_token` of `count` experts. An expert has
+    `hidden_dim` hidden units. Softmax probabilities weight the outputs of the chosen experts. `renormalise` divides
+    these weights by their sum. Raises ValueError unless 1 <= per_token <= count and hidden_dim >= 1."""
 
     count: int
     per_token: int
@@ -84,7 +79,7 @@ class Experts:
 
     @property
     def dtype(self) -> np.dtype:
-        """The smallest unsigned integers that number the experts."""
+        """The smallest unsigned NumPy dtype that holds the numbers of the experts, 0 to `count` - 1."""
         return np.min_scalar_type(self.count - 1)
 
 
@@ -92,10 +87,16 @@ class Experts:
 class DecoderConfig:
     """A decoder with RMS norms, rotary positions, grouped-query attention and SwiGLU.
 
-    Families differ in the last fields. Qwen2 and Qwen2.5 have biases on q, k and v. Qwen3 has norms on q and k
-    instead, and Qwen3-MoE also has `experts`. Llama and SmolLM2 have neither biases nor norms there.
+    Families differ in the last fields. Qwen2 and Qwen2.5 have biases on q, k and v. Qwen3 has norms on q and k instead,
+    and Qwen3-MoE also has `experts`. Llama and SmolLM2 have neither biases nor norms there.
+
+    Raises ValueError for values that break these rules, sizes that are no positive whole numbers or above `LARGEST`,
+    and an `rms_norm_eps` or `rope.theta` that is not above 0 and finite.
 
     Attributes:
+      embed_dim: width of the hidden states between layers.
+      num_heads: query heads, a multiple of `num_kv_heads`, the key-value heads.
+      head_dim: numbers in a query, key or value of one head; even.
       hidden_dim: width of the dense feed-forward layer; not used if there are `experts`.
       qkv_bias: whether the projections to q, k and v add a bias.
       qk_norm: whether q and k pass an RMS norm over each head before the rotation.

@@ -41,12 +41,10 @@ REMAT: dict[str, Callable | None] = {
 
 
 class Decoder(nnx.Module):
-    """Maps token ids to the hidden states after the final norm.
-
-    Layers are stacked [L, ...] and scanned, so that compile time does not grow with L. Activations are in
-    `compute_dtype`, and weights are cast to it where they are used. Norms, softmax and rotations are f32. Programs that
-    call the model enter `full_precision`.
-    """
+    """Maps token ids to the hidden states after the final norm. Layers are stacked [L, ...] and scanned, so that
+    compile time does not grow with L. Activations are in `compute_dtype`, and weights are cast to it where they are
+    used. Norms, softmax and rotations are f32. Programs that call the model enter `full_precision`. Raises ValueError
+    if `REMAT` lacks `remat`, or `attention.IMPLEMENTATIONS` lacks `attention`."""
 
     def __init__(self, config: DecoderConfig, seed, param_dtype, compute_dtype, remat: str, attention: str):
         if remat not in REMAT:
@@ -72,13 +70,15 @@ class Decoder(nnx.Module):
         axes: tuple[str | None, str | None] = ("batch", "length"),
         experts: jax.Array | None = None,
     ) -> jax.Array:
-        """Hidden states [B, T, D] of tokens i32[B, T]; a token attends to itself and earlier tokens of its segment.
+        """Hidden states [B, T, D], in the compute dtype, of tokens i32[B, T].
 
         Args:
           positions: i32[B, T], from 0 in every segment.
-          segment_ids: i32[B, T], 0 for padding.
+          segment_ids: i32[B, T], 0 for padding. A token attends to itself and the earlier tokens of its segment;
+            completions may share a prompt as in `types.Rows`.
           axes: the logical axes of `tokens`.
-          experts: [B, T, L, k], the experts of each token in each layer; None: the routers choose. See `MoE.route`.
+          experts: ints [B, T, L, k], the k experts of each token in each layer, in place of the routers' choice; None:
+            the routers choose.
         """
         return self._forward(tokens, positions, segment_ids, axes, experts)[0]
 
@@ -89,8 +89,9 @@ class Decoder(nnx.Module):
         segment_ids: jax.Array,
         experts: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The hidden states of `__call__`, and the experts of every token in every layer, [B, T, L, k] of the smallest
-        unsigned integers that number them; None without experts."""
+        """The forward pass of a training batch with the experts that it used. Arguments are those of `__call__`.
+        Returns hidden states [B, T, D] and the k experts of every token in every layer, [B, T, L, k] in
+        `Experts.dtype`; None in a dense model."""
         axes = ("batch", "length")
         hidden, _, used = self._forward(tokens, positions, segment_ids, axes, experts, keep_experts=True)
         return hidden, None if used is None else self._numbered(jnp.moveaxis(used, 0, 2))
@@ -98,8 +99,12 @@ class Decoder(nnx.Module):
     def prefill(
         self, tokens: jax.Array, lengths: jax.Array, *, keep_experts: bool = False
     ) -> tuple[jax.Array, KVCache, jax.Array | None]:
-        """Hidden states [B, D] at the last token of right-padded prompts i32[B, T], their cache (S = B, C = T), and
-        with `keep_experts` their experts as in `routed`."""
+        """A forward pass over the B prompts `tokens` i32[B, T], right-padded, of `lengths` i32[B], each at least 1.
+
+        Returns:
+          Hidden states [B, D] at each prompt's last token; a cache of B slots of capacity T with the prompts' keys and
+            values; and with `keep_experts` in a mixture the experts [B, T, L, k] in `Experts.dtype`, else None.
+        """
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
         how = {"keep_kv": True, "keep_experts": keep_experts}
@@ -111,12 +116,17 @@ class Decoder(nnx.Module):
     def extend(
         self, tokens: jax.Array, lengths: jax.Array, cache: KVCache, slots: jax.Array, starts: jax.Array
     ) -> tuple[jax.Array, KVCache]:
-        """Hidden states [P, D] at the last of several new tokens in each of P slots, and the cache that holds them.
+        """Continues P slots of a cache by several tokens each. Experts are not recorded.
 
         Args:
           tokens: i32[P, T], right-padded. They attend to themselves and to all tokens before them in their slot.
           lengths: i32[P], the number of new tokens of each row; 0 writes nothing.
-          slots, starts: i32[P], the slot of each row, and its tokens so far. `cache.lengths` is not read and stays.
+          cache: a stacked cache. Its `lengths` are not read and stay.
+          slots, starts: i32[P], the slot of each row, and its tokens so far.
+
+        Returns:
+          Hidden states [P, D] at the last new token of each row (no meaning for length 0), and the cache with the new
+            tokens.
         """
         axes = (None, None)
         table = rope_tables(self.config, starts[:, None] + jnp.arange(tokens.shape[1]))
@@ -143,16 +153,21 @@ class Decoder(nnx.Module):
         active: jax.Array | None = None,
         layers: Sequence[Params] | None = None,
     ) -> tuple[jax.Array, KVCache, jax.Array | None]:
-        """One new token per slot, i32[S]: its hidden states [S, D], the cache that holds it, its experts [S, L, k].
+        """One decode step: takes one new token per slot, i32[S], through the model. Slots are independent.
 
-        Token s is written at cache.lengths[s] and attends to itself and to all tokens before it. Slots are independent.
-        Experts are numbered as in `routed`, and are None in a dense model.
+        Token s is written at cache.lengths[s] and attends to itself and to all tokens before it. Every length grows by
+        1. Raises ValueError if `attend_length` is not in 1 to the cache's capacity.
 
         Args:
-          attend_length: static; the caller promises that no slot has more tokens. Only so many tokens are read.
-          active: bool[S]; a slot outside this mask keeps its entries.
+          attend_length: static; the caller promises that no slot has more tokens. Only so many tokens are read. None:
+            all.
+          active: bool[S]; a slot outside this mask keeps its entries. None: all slots are active.
           layers: the result of `unstacked_layers`, for an unstacked cache. The layers are then not scanned, and
             `attend_length` counts the new token, too.
+
+        Returns:
+          Hidden states [S, D] of the new tokens, the cache that holds them, and their k experts [S, L, k] in
+            `Experts.dtype`, or None in a dense model.
         """
         limit = cache.capacity if attend_length is None else attend_length
         if not 0 < limit <= cache.capacity:
@@ -202,12 +217,14 @@ class Decoder(nnx.Module):
         return self._final(x)[:, 0], replace(cache, keys=keys, values=values, lengths=cache.lengths + 1), chosen
 
     def decodes_unrolled(self, *, int8_kv: bool) -> bool:
-        """Whether a loop over tokens is faster with `unstacked_layers`: on CPUs, for few layers and no int8 cache."""
+        """Whether a loop over tokens is faster with `unstacked_layers` and an unstacked cache: on CPUs, for at most 8
+        layers, without an int8 cache (`int8_kv`)."""
         few = self.config.num_layers <= _UNROLLED and not int8_kv
         return few and self.decode_attention == "xla" and platform() == "cpu"
 
     def unstacked_layers(self) -> list[Params]:
-        """The weights of each layer. XLA slices the weights at this call, so call it outside the loop over tokens."""
+        """The weights of each layer, a nested dict for each. XLA slices the weights at this call, so call it outside
+        the loop over tokens."""
         weights = nnx.state(self.layers)
         return [jax.tree.map(lambda x, i=i: x[i], weights) for i in range(self.config.num_layers)]
 
@@ -217,21 +234,19 @@ class Decoder(nnx.Module):
         return "ragged" if self.attention == "splash" or (self.attention, platform()) == ("auto", "tpu") else "xla"
 
     def full_precision(self) -> contextlib.AbstractContextManager:
-        """A context in which products of float32 matrices are exact to float32, if this model computes in float32.
-
-        By default a TPU rounds the factors to bfloat16, and a GPU with TF32 rounds them to TF32. Enter the context
-        around a whole program, because the products of the gradient are traced after the forward pass.
-        """
+        """A context in which products of float32 matrices are exact to float32, if this model computes in float32. By
+        default a TPU rounds the factors to bfloat16, and a GPU with TF32 rounds them to TF32. Enter the context around
+        a whole program, because the products of the gradient are traced after the forward pass."""
         exact = self.compute_dtype == jnp.float32
         return jax.default_matmul_precision("highest") if exact else contextlib.nullcontext()
 
     def head(self) -> jax.Array:
-        """Output embedding [V, D] in the compute dtype; logits are hidden · headᵀ."""
+        """The output head [V, D] in the compute dtype, the embedding if it is tied; logits are hidden · headᵀ."""
         weight = self.embed if self.config.tie_embeddings else self.lm_head
         return weight[...].astype(self.compute_dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """f32[..., V] of hidden [..., D]."""
+        """The logits f32[..., V] over the vocabulary of hidden states [..., D]."""
         return jnp.einsum("...d,vd->...v", hidden, self.head(), preferred_element_type=jnp.float32)
 
     def _embed(self, tokens: jax.Array, axes) -> jax.Array:
@@ -271,7 +286,8 @@ class Decoder(nnx.Module):
 def abstract(
     config: DecoderConfig, param_dtype=jnp.float32, *, compute_dtype=jnp.float32, remat="none", attention="auto"
 ) -> tuple[nnx.GraphDef, Params]:
-    """The result of `init` with a ShapeDtypeStruct in place of every array."""
+    """The graphdef and params that `init` returns for these arguments, with a ShapeDtypeStruct in place of every array.
+    Computes nothing. Raises ValueError for an unknown `remat` or `attention`."""
     graphdef, state = nnx.split(
         nnx.eval_shape(lambda: Decoder(config, 0, param_dtype, compute_dtype, remat, attention))
     )
@@ -279,7 +295,8 @@ def abstract(
 
 
 def logical_axes(config: DecoderConfig) -> Params:
-    """The params tree with each array replaced by the tuple of its logical axis names."""
+    """The nested dict of a model's params, with a tuple in place of each array: the logical name of each dimension, or
+    None."""
     state = nnx.state(nnx.eval_shape(lambda: Decoder(config, 0, jnp.float32, jnp.float32, "none", "auto")), nnx.Param)
     axes = jax.tree.map(lambda p: p.get_metadata("axes"), state, is_leaf=lambda x: isinstance(x, nnx.Param))
     return nnx.to_pure_dict(axes)
@@ -298,11 +315,13 @@ def init(
     """Draws a model: `nnx.merge(graphdef, params)` is the module, `params` a nested dict of arrays.
 
     Args:
-      seed: the weights depend on `seed` and `config` only.
+      seed: the weights depend on `seed`, `config` and `param_dtype` only.
       compute_dtype: dtype of activations and of the weights where they are used, bfloat16 or float32.
-      remat: a name in `REMAT`.
+      remat: a name in `REMAT`, what the forward pass keeps for the backward pass.
       attention: a name in `attention.IMPLEMENTATIONS`.
-      shardings: a tree of shardings like `params`; weights are drawn directly into it.
+      shardings: a tree of shardings like `params`; weights are drawn directly into it. None: on the default device.
+
+    Raises ValueError for an unknown `remat` or `attention`.
     """
     graphdef, _ = abstract(config, param_dtype, compute_dtype=compute_dtype, remat=remat, attention=attention)
     options = _ONCE if platform() == "cpu" else None

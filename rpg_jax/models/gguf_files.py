@@ -36,10 +36,10 @@ _CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens
 
 
 def kept_folder(file: Path, *, weights: bool = True) -> Path:
-    """The folder that `convert` makes of a file, kept in this host's cache until the file changes.
-
-    One process of a host converts, and others wait. Raises ValueError as `convert` does.
-    """
+    """The folder in Hugging Face layout of a GGUF file, kept in this host's cache until the file changes. One process
+    of a host converts the file if need be, and others wait. `weights` False makes config and tokenizer alone. A line on
+    stderr names the folder after the weights were written. Raises ValueError if the package gguf is not installed, or
+    the file is damaged or has something that is not computed; FileNotFoundError if there is no file."""
     found = file.resolve().stat()
     about = [str(file.resolve()), found.st_size, found.st_mtime_ns, _VERSION]
     target = cache_folder() / "gguf" / f"{file.stem}-{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}"
@@ -58,15 +58,16 @@ def convert(file: Path, folder: Path, *, weights: bool = True, report: Callable[
     """Writes the model of a GGUF file into a folder that transformers loads too; returns the bytes of the weights.
 
     The package gguf dequantises the numbers to float32. Host memory holds one file of 1 GiB at a time, or one matrix if
-    the matrix is larger.
+    the matrix is larger. config.json is written last.
 
     Args:
-      weights: False writes config and tokenizer alone.
-      report: called with the bytes of weights that are written, and the bytes of all weights.
+      weights: False writes config and tokenizer alone, and returns 0.
+      report: called after each tensor with the bytes of weights so far, and the bytes of all weights; None: not called.
 
     Raises:
       ValueError: the package gguf is not installed, the file is damaged, or it has something that is not computed here,
         which is named.
+      OSError: the file cannot be opened.
     """
     reader = _opened(file)
     try:
@@ -139,11 +140,9 @@ def _config_fields(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> d
 
 
 def _llama3(divisors: Any, head_dim: int, theta: float) -> dict[str, Any] | None:
-    """The field `rope_scaling` from the numbers f32[H/2] that llama.cpp divides the frequencies by.
-
-    Their largest is the factor. `low_freq_factor` and `high_freq_factor` are 1 and 4 in every Llama that has been
-    published; the original context then follows from a pair that is blended, and all pairs must agree.
-    """
+    """The field `rope_scaling` from the numbers f32[H/2] that llama.cpp divides the frequencies by. Their largest is
+    the factor. `low_freq_factor` and `high_freq_factor` are 1 and 4 in every Llama that has been published; the
+    original context then follows from a pair that is blended, and all pairs must agree."""
     if divisors is None:
         return None
     found, base = np.asarray(divisors.data, np.float64), theta ** -(np.arange(0, head_dim, 2) / head_dim)
@@ -212,10 +211,8 @@ def _dequantised(file: Path, tensor: Any) -> np.ndarray:
 
 
 def unpermuted(weight: np.ndarray, heads: int) -> np.ndarray:
-    """The rows of a projection to q or k in Hugging Face's order: pair i of a head is rows i and i + H/2.
-
-    llama.cpp keeps the two rows of a pair side by side in Llama's architecture.
-    """
+    """The rows of a projection to q or k, [heads · H, D], in Hugging Face's order: pair i of a head is rows i and i +
+    H/2. llama.cpp keeps the two rows of a pair side by side in Llama's architecture."""
     rows, width = weight.shape
     return np.ascontiguousarray(weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width))
 

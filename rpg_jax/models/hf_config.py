@@ -22,7 +22,8 @@ def read_config(folder: Path | str) -> DecoderConfig:
     """The model that `folder`/config.json describes.
 
     Raises:
-      ValueError: there is no such file, or a field asks for what is not computed; the message names the field.
+      ValueError: there is no such file, the file is no JSON object, the folder is a run's, a field is missing or of a
+        wrong type, or a field asks for what is not computed; the message names the file and the field.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
@@ -42,7 +43,9 @@ def read_config(folder: Path | str) -> DecoderConfig:
 
 
 def parse_config(fields: Mapping[str, Any]) -> DecoderConfig:
-    """The model that the fields of a config.json describe. Raises ValueError as `read_config` does, or KeyError."""
+    """The model that the fields of a config.json describe. Raises ValueError if a field asks for what is not computed,
+    and KeyError if a field is missing. A wrong type or a zero may also raise TypeError, AttributeError or
+    ArithmeticError."""
     model_type = fields.get("model_type")
     if "vision_config" in fields or "audio_config" in fields or "text_config" in fields:
         raise ValueError(f"model_type {model_type!r} has vision or audio parts; only text decoders are supported")
@@ -80,7 +83,9 @@ def write_config(config: DecoderConfig, dtype: str, base: Mapping[str, Any] | No
     Args:
       dtype: dtype of the weights in the same folder, "float32" or "bfloat16".
       base: the fields of the folder that the weights came from. Fields that do not describe the model (token ids,
-        dropout, …) are taken over.
+        dropout, …) are taken over. None: no further fields.
+
+    Raises ValueError if no family of `FAMILIES` has these biases, norms, experts and sizes.
     """
     experts = config.experts
     model_type = _model_type(config)

@@ -46,15 +46,18 @@ class Stored:
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
+        """The shape of one stored tensor, without the stacked axes."""
         return tuple(math.prod(group) for group in self.groups)
 
     def tensors(self) -> Iterator[tuple[tuple[int, ...], str]]:
-        """(stacked index, name) of every stored tensor."""
+        """Yields (index along the stacked axes, name) of every stored tensor; the index is () for an unstacked
+        parameter."""
         for index in np.ndindex(*self.shape[: self.stacked]):
             yield index, self.name.format(*index)
 
     def read(self, index: Index, dtype, fetch: Callable[[str, Index], np.ndarray]) -> np.ndarray:
-        """The shard `index` of the parameter; `fetch(name, index)` returns a slice of a stored tensor."""
+        """The shard `index` (a slice for each dimension) of the parameter, as an array of NumPy in `dtype`.
+        `fetch(name, index)` returns a slice of the stored tensor `name`."""
         bounds = [range(*s.indices(size)) for s, size in zip(index, self.shape, strict=True)]
         out = np.empty([len(b) for b in bounds], dtype)
         inner = [bounds[self.stacked :][self.order.index(i)] for i in range(len(self.order))]  # in stored order
@@ -74,20 +77,22 @@ class Stored:
         return out
 
     def write(self, value: Array) -> Array:
-        """The stored tensors [..., *tensor_shape] of the parameter `value`, or of slices of the parameter. The stacked
-        axes stay. The value is an array of NumPy or JAX."""
+        """The stored tensors [..., *tensor_shape] of the parameter `value`, or of slices of it along the stacked axes.
+        Leading axes stay. The arrays are NumPy's or JAX's."""
         lead = value.ndim - len(self.order)
         own = (lead + self.order.index(i) for i in range(len(self.order)))
         return value.transpose(*range(lead), *own).reshape(*value.shape[:lead], *self.tensor_shape)
 
     def restore(self, tensors: Array) -> Array:
-        """The parameter from its stored tensors [*stacked axes, *tensor_shape]."""
+        """The parameter from all its stored tensors, one array [*stacked axes, *tensor_shape] of NumPy or JAX."""
         lead = range(self.stacked)
         apart = tensors.reshape(*tensors.shape[: self.stacked], *(size for group in self.groups for size in group))
         return apart.transpose(*lead, *(self.stacked + i for i in self.order))
 
     def spec(self, spec: PartitionSpec) -> PartitionSpec:
-        """How the stored tensors are split where the parameter is split by `spec`: as far as whole groups go."""
+        """How the array [*stacked axes, *tensor_shape] is split where the parameter is split by `spec`. A dimension of
+        a tensor is split only if `spec` splits no other than the first of the parameter's dimensions that it flattens.
+        """
         axes = tuple(spec) + (None,) * (len(self.shape) - len(spec))
         inner = [axes[self.stacked + self.order.index(i)] for i in range(len(self.order))]
         found: list[Any] = []
@@ -98,10 +103,8 @@ class Stored:
 
 
 def layout(config: DecoderConfig, *, head: bool = False) -> list[Stored]:
-    """How every parameter of a model is stored, in the order of the params tree.
-
-    With `head` a tied embedding is stored a second time, as the head.
-    """
+    """How every parameter of a model is stored, in the order of the params tree. With `head` a tied embedding is stored
+    a second time, as the head, which comes last."""
     D, N, K, H = config.embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
     V, F = config.vocab_size, config.hidden_dim
     attention, mlp = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
@@ -148,19 +151,21 @@ def layout(config: DecoderConfig, *, head: bool = False) -> list[Stored]:
 
 
 def mismatch(found: Mapping[str, tuple[int, ...]], needed: Mapping[str, tuple[int, ...]]) -> str:
-    """How the shapes of tensors, by name, differ from the needed ones, as text; "" if they are the same."""
+    """How shapes by name differ from the needed ones, as one line: missing, extra and misshapen names. "" if they are
+    the same."""
     misshapen = [f"{n} is {found[n]}, not {needed[n]}" for n in sorted(needed.keys() & found) if found[n] != needed[n]]
     faults = {"missing": sorted(needed.keys() - found), "extra": sorted(found.keys() - needed), "misshapen": misshapen}
     return "; ".join(f"{len(names)} {kind}: {some(names)}" for kind, names in faults.items() if names)
 
 
 def some(names: Sequence[str]) -> str:
-    """The first five of the names, and the number of the others."""
+    """The first five of the names, separated by commas, and the number of the others, as "a, b, c, d, e and 2 more"."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def in_files(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
-    """Consecutive items that share a file: of at most `limit` by their `size`, or one item alone."""
+    """Yields lists of consecutive items that share a file. The sum of their `size` is at most `limit`; an item above
+    the limit is alone in its list."""
     held: list[Item] = []
     for item in items:
         if held and sum(map(size, held)) + size(item) > limit:
@@ -172,13 +177,15 @@ def in_files(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> 
 
 
 def file_names(count: int) -> list[str]:
-    """The names of a folder's files of weights. A single file has a name of its own."""
+    """The names of the `count` files of weights in a folder: model.safetensors if there is one, else numbered from
+    1."""
     several = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     return several if count > 1 else ["model.safetensors"]
 
 
 def write_index(folder: Path, owner: Mapping[str, str], size: int) -> None:
-    """If there are several files, writes an index: `owner`, the file of each tensor, and `size`, the bytes of all."""
+    """Writes the index of a folder's weights, model.safetensors.index.json, if `owner` names several files. `owner` has
+    the file name of each tensor, and `size` is the sum of all tensors' bytes."""
     if len(set(owner.values())) > 1:
         index = {"metadata": {"total_size": size}, "weight_map": owner}
         write_atomically(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")

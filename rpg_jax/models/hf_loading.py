@@ -49,10 +49,9 @@ class _Place:
 
 
 class Folder(contextlib.ExitStack):
-    """Opens the safetensors of a folder, to read slices of tensors: the files that its index names, or else `single`.
-
-    Another `single` than the default is read in any case. Raises ValueError if a file is missing or damaged.
-    """
+    """Opens the safetensors of a folder, to read slices of tensors. A context, which closes the files. It opens the
+    files that the folder's index names; without an index, or with another `single` than the default, the one file
+    `single`. Raises ValueError if a file is missing or damaged."""
 
     def __init__(self, path: Path | str, single: str = "model.safetensors"):
         super().__init__()
@@ -75,7 +74,8 @@ class Folder(contextlib.ExitStack):
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
 
     def places(self) -> dict[str, _Place]:
-        """Where every tensor's bytes are, while the folder is open. Raises ValueError for integers and eight bits."""
+        """The file and the place in it of every tensor's bytes, by name, while the folder is open. Raises ValueError if
+        a tensor has another dtype than float32, bfloat16 and float16."""
         found = {}
         for path in (self.path / name for name in self._names):
             file = os.open(path, os.O_RDONLY)
@@ -90,7 +90,8 @@ class Folder(contextlib.ExitStack):
         return found
 
     def fetch(self, name: str, index: Index) -> np.ndarray:
-        """A slice of a tensor. Only the bytes of the slice are read."""
+        """The slice `index` of the tensor `name`, in its stored dtype. Only the bytes of the slice are read. Raises
+        KeyError if there is no such tensor."""
         return self._files[name].get_slice(name)[index]
 
 
@@ -100,10 +101,11 @@ def load(
     """Loads the parameters of `config` from a folder of safetensors; each device reads its own shard only.
 
     Host memory holds one shard of one (stacked) parameter at a time. Floats are cast to `param_dtype` as they are read.
-    `shardings` is a tree like the params; None puts everything on the default device.
+    `shardings` is a tree like the params; None puts everything on the first local device.
 
     Raises:
-      ValueError: tensors are missing from the folder, or extra, of another shape or not finite; the message names them.
+      ValueError: a file is missing or damaged; or tensors are missing, extra, of another shape or not finite, or a tied
+        model has a head that differs from its embedding. The message names them.
     """
     with Folder(folder) as files:
         placed = place_all(files, layout(config), param_dtype, shardings, head_is_tied=config.tie_embeddings)
@@ -117,10 +119,10 @@ def load(
 
 @dataclasses.dataclass(frozen=True)
 class InHostMemory:
-    """The weights of a folder in host memory, in the dtype and order of their files.
+    """The weights of a folder in host memory, in the dtype and order of their files, as `read` makes them.
 
     Attributes:
-      tensors: [*stacked axes, *tensor_shape] of each parameter, by its path.
+      tensors: for each parameter, by its path in the params, one array [*stacked axes, *tensor_shape] of its tensors.
       entries: how the parameters are stored.
     """
 
@@ -129,10 +131,13 @@ class InHostMemory:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all tensors together."""
         return sum(array.nbytes for array in self.tensors.values())
 
     def placed(self, param_dtype: Any, shardings: Params) -> Params:
-        """The weights on devices, as `load` returns them. For the cast, a device holds one parameter's shard twice."""
+        """The params on devices, a nested dict in `param_dtype` and under `shardings`, a tree like the params. Returns
+        when all are there. For the cast, a device holds one parameter's shard twice. Numbers that are not finite are
+        not refused."""
         where, found = flatten_dict(shardings), {}
         for entry in self.entries:
             sharding = where[entry.path]
@@ -148,7 +153,11 @@ class InHostMemory:
 def read(folder: Path | str, config: DecoderConfig) -> InHostMemory:
     """Reads the whole folder into host memory, many tensors at a time, without a program on a device.
 
-    Raises ValueError as `load` does, or if the layers of a parameter have different dtypes; OSError if a read fails.
+    Raises:
+      ValueError: a file is missing or damaged; tensors are missing, extra or of another shape; a tied model has a head
+        that differs from its embedding; or the layers of a parameter have different dtypes, or a dtype that is not
+        known.
+      OSError: a read fails.
     """
     entries = layout(config)
     with Folder(folder) as files, ThreadPoolExecutor(_READERS) as pool:
@@ -212,12 +221,9 @@ def place_all(
     files: Folder, stored: list[Stored], dtype, shardings: Params | None, *, head_is_tied: bool = False
 ) -> dict[tuple[str, ...], jax.Array]:
     """The `stored` parameters in `dtype` on the devices, by their paths; each device reads its own shard only.
-
-    `shardings` is a nested dict by the same paths; None: all on the first local device. With `head_is_tied` the
-    output head is the embedding, and the files have no head or an equal head.
-
-    Raises ValueError unless the files have the tensors of `stored` alone, in their shapes.
-    """
+    `shardings` is a nested dict by the same paths; None: all on the first local device. With `head_is_tied` the output
+    head is the embedding, and the files have no head or an equal head. Raises ValueError unless the files have the
+    tensors of `stored` alone, in their shapes."""
     _check_tensors(files, stored, head_is_tied=head_is_tied)
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     where = flatten_dict(shardings) if shardings is not None else {entry.path: default for entry in stored}

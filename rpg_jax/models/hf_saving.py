@@ -61,8 +61,8 @@ class Saving:
     process gets about as many bytes of blocks. Every file and its tensors belong to one process.
 
     Args:
-      dtype: of the weights in the folder.
-      base: folder whose other config fields are taken over.
+      dtype: of the weights in the folder: float32, bfloat16 or float16.
+      base: folder whose other config fields are taken over; None: no other fields.
       fields: further fields of config.json, such as token ids.
       head: whether the head is a tensor of its own even if it is the embedding.
       max_file_bytes: the most bytes of a file, unless one block is larger.
@@ -88,11 +88,10 @@ class Saving:
         self._files = [{next(names): held for held in own} for own in files]
 
     def fetch(self, params: Params) -> Iterator[np.ndarray]:
-        """The blocks of this process in host memory, in the dtype and order of the files. Runs on the main thread.
-
-        With several processes a device holds at most three whole blocks: the block that is gathered, the block before,
-        and the block that is copied to the host. `params` may be NumPy arrays.
-        """
+        """Yields the blocks of this process in host memory, in the dtype and order of the files. A collective on the
+        main thread where `params` are spread over processes. With several processes a device holds at most three whole
+        blocks: the block that is gathered, the block before, and the block that is copied to the host. `params` is the
+        model's params, of JAX or NumPy."""
         leaves, own = flatten_dict(params), jax.process_index()
         before: jax.Array | None = None
         underway: jax.Array | None = None
@@ -114,10 +113,8 @@ class Saving:
             yield np.asarray(underway)
 
     def write(self, folder: Path, blocks: Sequence[np.ndarray]) -> int:
-        """Writes the files of this process from the blocks of `fetch`, several files at once. Returns their bytes.
-
-        Any thread may call it. Raises OSError, which names the file.
-        """
+        """Writes the files of this process from all blocks of `fetch`, several files at once. Returns their bytes.
+        Makes the folder if it is missing. Any thread may call it. Raises OSError, which names the file."""
         folder.mkdir(parents=True, exist_ok=True)
         arrays = iter(blocks)
         with ThreadPoolExecutor(_WRITERS) as pool:
@@ -128,14 +125,18 @@ class Saving:
             return sum(file.result() for file in files)
 
     def write_slowly(self, folder: Path, blocks: Iterator[np.ndarray]) -> None:
-        """As `write`, but on the main thread, block by block as `fetch` yields them. Host memory holds two blocks."""
+        """Writes the files of this process on the main thread, block by block as `fetch` yields them, and consumes all
+        blocks. Host memory holds two blocks. Makes the folder if it is missing. Raises OSError, which names the file.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         for name, held in self._files[jax.process_index()].items():
             self._write_file(folder / name, held, itertools.islice(blocks, len(held)))
         collections.deque(blocks, maxlen=0)  # other processes may have the last blocks, which all processes gather
 
     def complete(self, folder: Path) -> None:
-        """Writes the index and then config.json. Call it when every process has written its files."""
+        """Writes the index and then config.json. One process calls it when every process has written its files. Raises
+        ValueError if transformers has no such model, or if the config.json of `base` is damaged; OSError if it is
+        missing."""
         owner = {
             tensor: name
             for own in self._files
@@ -179,13 +180,16 @@ def save(
     dtype: Any = None,
     **options: Any,
 ) -> None:
-    """Writes a folder as `Saving` does. With several processes, all must call it, and all must see the folder.
+    """Writes `params` into a folder that transformers, vLLM and SGLang read: safetensors, and config.json as the last
+    file.
 
-    Host memory holds two blocks at a time.
+    A collective, which waits until the folder is complete: all processes must see the folder. Host memory holds two
+    blocks of at most 64 MiB, or of one layer of one matrix, at a time. Raises OSError, which names the file, and
+    ValueError if transformers has no such model.
 
     Args:
       dtype: of the weights in the folder; None keeps the dtype of the params.
-      options: further arguments of `Saving`.
+      options: `base`, `fields`, `head` and `max_file_bytes` of `Saving`.
     """
     folder = Path(folder)
     saving = Saving(config, dtype or jax.tree.leaves(params)[0].dtype, **options)

@@ -49,7 +49,9 @@ class KVCache:
         int8: bool = False,
         unstacked: bool = False,
     ) -> KVCache:
-        """A cache of empty slots, in `dtype` or in int8; on a TPU of whole tiles, which its kernels copy."""
+        """A cache of empty slots: `capacity` tokens in each of `slots`. On a TPU the capacity is rounded up to whole
+        tiles of 128 tokens, which the kernels copy. `int8` stores int8 and scales in place of `dtype`. `unstacked`
+        makes an array for each layer, which int8 does not allow."""
         if platform() == "tpu":
             capacity = -(-capacity // LANES) * LANES
         lead = (config.num_layers, slots, config.num_kv_heads)
@@ -64,7 +66,8 @@ class KVCache:
 
     @classmethod
     def logical_axes(cls, *, int8: bool = False, layers: int = 0) -> KVCache:
-        """A cache with logical axis names in place of each array. `layers`: the layers of an unstacked cache, or 0."""
+        """A cache with a tuple of logical axis names in place of each array. `layers` is the number of layers of an
+        unstacked cache; 0 means a stacked cache."""
         names: Any = (None, "slots", "kv_heads", None, None)
         scales = (names, names) if int8 else ()
         names = (names[1:],) * layers if layers else names
@@ -72,27 +75,29 @@ class KVCache:
 
     @property
     def slots(self) -> int:
+        """The number of slots, S."""
         return self.lengths.shape[0]
 
     @property
     def capacity(self) -> int:
+        """The tokens that a slot can hold, C."""
         return jax.tree.leaves(self.keys)[0].shape[-1]
 
     def unstacked(self) -> KVCache:
-        """Splits the cache into an array per layer, which a loop over tokens updates in place. Not for int8."""
+        """Splits the cache into an array per layer, which a loop over tokens updates in place. Scales of int8 are not
+        split, so no int8 cache may be unstacked."""
         return replace(self, keys=tuple(self.keys), values=tuple(self.values))
 
     def stacked(self) -> KVCache:
-        """The opposite of `unstacked`; a stacked cache is returned as it is."""
+        """The cache with one array [L, ...] for the arrays of all layers; a stacked cache is returned as it is."""
         if not isinstance(self.keys, tuple):
             return self
         return replace(self, keys=jnp.stack(self.keys), values=jnp.stack(self.values))
 
     def insert(self, prefix: KVCache, slot: jax.Array | int, row: jax.Array | int = 0) -> KVCache:
-        """Copies row `row` of `prefix`, one prompt, into one slot.
-
-        The copy is in place if this cache is donated. Raises ValueError if `prefix` has more capacity than this cache.
-        """
+        """Returns the cache with row `row` of `prefix`, one prompt, and its length in slot `slot`. `prefix` is stacked
+        and not int8; it is cast or rounded to this cache's dtype. The copy is in place if this cache is donated. Raises
+        ValueError if `prefix` has more capacity than this cache."""
         width = prefix.capacity
         if width > self.capacity:
             raise ValueError(f"a prefix of capacity {width} does not fit a cache of capacity {self.capacity}")
@@ -103,17 +108,15 @@ class KVCache:
         return jax.tree.map(functools.partial(_put, slot), self, one)
 
     def rounded(self) -> KVCache:
-        """Rounds the cache to int8. Each key and each value of a head has its own scale, max |x| / 127."""
+        """The cache in int8. Each key and each value of a head has its own scale, max |x| / 127 over the head."""
         (keys, key_scales), (values, value_scales) = eight_bits(self.keys, -2), eight_bits(self.values, -1)
         scales = key_scales, value_scales.swapaxes(-1, -2)
         return KVCache(keys.astype(jnp.int8), values.astype(jnp.int8), self.lengths, scales)
 
     def extend(self, chunk: KVCache, slots: jax.Array, starts: jax.Array) -> KVCache:
-        """Writes the first `chunk.lengths[p]` tokens of each row p of `chunk` into slot slots[p], from starts[p] on.
-
-        A row of length 0 writes nothing. This cache keeps its lengths: the caller sets them. If this cache is donated,
-        the write is in place.
-        """
+        """Returns the cache with the first `chunk.lengths[p]` tokens of each row p of `chunk` in slot slots[p], from
+        starts[p] on. Both caches are stacked, and `chunk` is not int8. A row of length 0 writes nothing. This cache
+        keeps its lengths: the caller sets them. If this cache is donated, the write is in place."""
         chunk = chunk.rounded() if self.scales else chunk
         held, rows = ((x.keys, x.values, *x.scales) for x in (self, chunk))
         write = _write_rows
@@ -129,11 +132,10 @@ class KVCache:
     def append(
         self, keys: jax.Array, values: jax.Array, *, active: jax.Array | None = None, ragged: bool = False
     ) -> KVCache:
-        """Writes the keys and values [L, S, K, H] of one token a slot at the slot's length; adds 1 to every length.
-
-        A full slot and a slot outside the mask `active` bool[S] keep their entries. Their lengths grow too. If
-        this cache is donated, the write is in place. With `ragged` a TPU kernel writes, see `ragged_append`.
-        """
+        """Returns the stacked cache with one more token a slot, at the slot's length, and with all lengths larger by 1.
+        `keys` and `values` are [L, S, K, H]. A full slot and a slot outside the mask `active` bool[S] (None: all) keep
+        their entries. Their lengths grow too. If this cache is donated, the write is in place. With `ragged` a TPU
+        kernel writes, which moves less memory."""
         places = self._next(active)
         scales: tuple[jax.Array, ...] = ()
         if self.scales:
@@ -159,11 +161,9 @@ class KVCache:
     def append_to_layer(
         self, layer: int, key: jax.Array, value: jax.Array, *, active: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Writes the key and value [S, K, H] of one token a slot into one layer of an unstacked cache.
-
-        Returns the layer's keys [S, K, H, C] and values [S, K, C, H]. This cache itself does not change. A full
-        slot keeps its entries, and so does a slot outside the mask `active` bool[S].
-        """
+        """Writes the key and value [S, K, H] of one token a slot into one layer of an unstacked cache. Returns the
+        layer's keys [S, K, H, C] and values [S, K, C, H]. This cache itself does not change. A full slot keeps its
+        entries, and so does a slot outside the mask `active` bool[S] (None: all slots are in it)."""
         places, slots = self._next(active), jnp.arange(self.slots)
         keys, values = self.keys[layer], self.values[layer]
         return (

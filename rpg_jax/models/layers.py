@@ -42,7 +42,8 @@ class Attention(nnx.Module):
             self.k_norm = declare.constant(1.0, (H,), ("norm",))
 
     def project(self, x: jax.Array, table, axes) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q [B, T, N, H], k and v [B, T, K, H] of x [B, T, D]; q and k are normed (with `qk_norm`) and rotated."""
+        """q [B, T, N, H], k and v [B, T, K, H] of x [B, T, D] in x's dtype; q and k are normed (with `qk_norm`) and
+        rotated by `table`, the result of `rope_tables`. `axes` are the logical names of B and T."""
         q, k, v = (
             project(x, weight[...], axes, ("embed",), (heads, None))
             for weight, heads in ((self.q, "heads"), (self.k, "kv_heads"), (self.v, "kv_heads"))
@@ -56,7 +57,8 @@ class Attention(nnx.Module):
         return q, k, constrain(v, *axes, "kv_heads", None)
 
     def output(self, x: jax.Array, axes) -> jax.Array:
-        """The output projection [B, T, D] of the attended values x [B, T, N, H]."""
+        """The output projection [B, T, D], in x's dtype, of the attended values x [B, T, N, H]; `axes` names B and
+        T."""
         return project(x, self.o[...], axes, ("heads", None), ("embed",))
 
 
@@ -70,7 +72,8 @@ class MLP(nnx.Module):
         self.down = declare.matrix((F, D), ("hidden", "embed"), fan_in=F * 2 * config.num_layers)
 
     def __call__(self, x: jax.Array, axes, recorded: jax.Array | None = None) -> tuple[jax.Array, None]:
-        """(the layer's output, None): a dense layer has no experts to choose."""
+        """Returns (the layer's output [B, T, D], None): a dense layer has no experts to choose, and `recorded` is not
+        read."""
         return swiglu(x, self.gate[...], self.up[...], self.down[...], axes), None
 
 
@@ -87,8 +90,18 @@ class Block(nnx.Module):
     def __call__(
         self, x: jax.Array, table, attend: Callable, axes, recorded: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """The next x [B, T, D], this layer's k and v [B, T, K, H], and the experts that its tokens go to, i32[B, T, k],
-        or None without experts. `attend(q, k, v)` mixes tokens. For `recorded` see `MoE.route`."""
+        """Takes x [B, T, D] through the layer.
+
+        Args:
+          table: the result of `rope_tables`.
+          attend: a function of q [B, T, N, H], k and v [B, T, K, H] that mixes tokens, and returns [B, T, N, H].
+          axes: the logical names of B and T.
+          recorded: in a mixture, the experts ints [B, T, k] that replace the router's choice; None: the router chooses.
+
+        Returns:
+          The next x [B, T, D], this layer's k and v [B, T, K, H], and the experts i32[B, T, k] of its tokens, or None
+            in a dense layer.
+        """
         q, k, v = self.attention.project(rms_norm(x, self.attention_norm[...], self.eps), table, axes)
         x = constrain(x + self.attention.output(attend(q, k, v), axes), *axes, None)
         mixed, experts = self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), axes, recorded)
@@ -96,7 +109,8 @@ class Block(nnx.Module):
 
 
 def rope_frequencies(config: DecoderConfig) -> tuple[np.ndarray, float]:
-    """Radians per position, theta^(-2i/H), f32[H/2], and the factor on queries and keys, 1 without YaRN."""
+    """Radians per position of each pair, f32[H/2], with the config's context extension, and the factor on queries and
+    keys, which is 1 without YaRN. Without an extension, pair i has theta^(-2i/H)."""
     pairs = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
     base = config.rope.theta**-pairs
     match config.rope.scaling:
@@ -109,9 +123,7 @@ def rope_frequencies(config: DecoderConfig) -> tuple[np.ndarray, float]:
 
 def llama3_divisors(base: np.ndarray, llama3: Llama3) -> np.ndarray:
     """The numbers by which llama3 divides the frequencies `base`, both f64[H/2]: 1 for fast pairs, `factor` for slow.
-
-    The frequencies in between are blended linearly in their turns over the original context.
-    """
+    The frequencies in between are blended linearly in their turns over the original context."""
     turns = llama3.original_max_position_embeddings * base / (2 * math.pi)
     kept = np.clip((turns - llama3.low_freq_factor) / (llama3.high_freq_factor - llama3.low_freq_factor), 0, 1)
     return 1 / ((1 - kept) / llama3.factor + kept)
@@ -132,14 +144,15 @@ def _yarn(base: np.ndarray, theta: float, head_dim: int, yarn: Yarn) -> tuple[np
 
 
 def rope_tables(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines f32[B, T, 1, H/2] of positions i32[B, T]."""
+    """Cosines and sines f32[B, T, 1, H/2] of the rotation at positions i32[B, T], for `rotate`; with YaRN's factor."""
     radians, scale = rope_frequencies(config)
     angles = positions[..., None, None].astype(jnp.float32) * radians
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
 def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """x [B, T, N, H] rotated by `table`; pair i is (x[i], x[i + H/2]). Computed in f32, returned in x's dtype."""
+    """x [B, T, N, H] rotated by `table`, the result of `rope_tables`; pair i is (x[i], x[i + H/2]). Computed in f32,
+    returned in x's dtype."""
     cos, sin = table
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

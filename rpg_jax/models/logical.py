@@ -16,12 +16,9 @@ from jax.sharding import PartitionSpec
 
 
 def partition_spec(*names: str | None) -> PartitionSpec | None:
-    """The PartitionSpec of logical names under the rules and the mesh in force; None without rules or mesh.
-
-    It leaves out mesh axes of one device.
-
-    Raises ValueError if the rules lack a name, or put two dimensions on one mesh axis.
-    """
+    """The PartitionSpec of an array by the logical names of its dimensions, under the rules and the mesh in force. The
+    name None is a whole dimension. Mesh axes of one device are left out. Returns None without rules or mesh. Raises
+    ValueError if the rules lack a name, or put two dimensions on one mesh axis."""
     rules, mesh = dict(linen.get_logical_axis_rules()), jax.sharding.get_abstract_mesh()
     if not rules or mesh.empty:
         return None
@@ -37,30 +34,32 @@ def partition_spec(*names: str | None) -> PartitionSpec | None:
 
 
 def mesh_axes(name: str | None) -> tuple[str, ...]:
-    """The mesh axes, of more than one device, that split a dimension of one logical axis; () without rules."""
+    """The mesh axes, of more than one device, that split a dimension of the logical axis `name`; () if none does, for
+    None, and without rules. Raises ValueError if the rules lack the name."""
     spec = partition_spec(name)
     return () if spec is None else tuple(jax.tree.leaves(tuple(spec)))
 
 
 def shards(name: str | None) -> int:
-    """The number of parts into which the rules and the mesh in force cut a dimension of one logical axis."""
+    """The number of parts into which the rules and the mesh in force cut a dimension of the logical axis `name`; 1 for
+    None and without rules. Raises ValueError if the rules lack the name."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[axis] for axis in mesh_axes(name))
 
 
 def in_own_shard(index: jax.Array, name: str, size: int) -> tuple[jax.Array, jax.Array]:
-    """Turns i32 places along an axis into places of this device's shard, which has `size` entries.
-
-    Returns (places in the shard, whether each place is in the shard). A place outside becomes some place of the shard.
-    Call this in a `jax.shard_map`, or without a mesh.
-    """
+    """Turns places along an axis, i32 of any shape, into places of this device's shard, which has `size` entries.
+    Returns (places in the shard, whether each place is in the shard), both in the shape of `index`. `name` is the
+    logical axis. A place outside becomes some place of the shard. Call this in a `jax.shard_map`, or without a mesh."""
     axes = mesh_axes(name)
     local = index - jax.lax.axis_index(axes) * size if axes else index
     return jnp.clip(local, 0, size - 1), (local >= 0) & (local < size)
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Constrains `x` to the sharding that the rules in force give its dimensions; does nothing without rules."""
+    """`x` with the sharding that the rules in force give its dimensions, by their logical names; without rules, `x`
+    itself. Raises ValueError unless there is a name for each dimension, in the rules, and all on different mesh axes.
+    """
     if len(names) != x.ndim:
         raise ValueError(f"{len(names)} logical axes {names} for an array of shape {x.shape}")
     spec = partition_spec(*names)
@@ -73,7 +72,8 @@ def _device() -> Any:
 
 
 def platform() -> str:
-    """cpu, gpu or tpu."""
+    """The platform that programs are compiled for: "cpu", "gpu" or "tpu". The mesh in force decides, real or only
+    described; without a mesh it is JAX's default backend."""
     name = _device().platform
     return "gpu" if name in ("cuda", "rocm") else name
 
@@ -84,5 +84,5 @@ def tensor_cores() -> int:
 
 
 def multiplies_int8() -> bool:
-    """Whether the matrix unit of a TPU takes int8; v4's does not."""
+    """Whether the matrix unit of the TPU that programs are compiled for takes int8; v4's does not."""
     return "v4" not in _device().device_kind

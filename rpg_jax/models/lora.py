@@ -38,11 +38,11 @@ TARGETS: Mapping[str, frozenset[str]] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Which matrices of a model have adapters, and how wide the adapters are.
+    """Which matrices of a model have adapters, and how wide the adapters are. Raises ValueError for other values.
 
     Attributes:
-      rank: r, the width of A and the height of B.
-      alpha: the adapter's product has the factor alpha / rank.
+      rank: r, the width of A and the height of B; at least 1.
+      alpha: the adapter's product has the factor alpha / rank; above 0.
       targets: a name in `TARGETS`.
     """
 
@@ -58,14 +58,13 @@ class Lora:
 
     @property
     def scale(self) -> float:
+        """alpha / rank, the factor of the product A B."""
         return self.alpha / self.rank
 
 
 def adapted_matrices(config: DecoderConfig, lora: Lora) -> list[Stored]:
-    """The matrices that get adapters. Their dimensions are [*stack, *inputs, *outputs], inputs as in `groups[1]`.
-
-    Raises ValueError if the model has no such matrices.
-    """
+    """The matrices that get adapters, in the order of the params tree. Their dimensions are [*stack, *inputs,
+    *outputs]; the sizes of inputs are `groups[1]`. Raises ValueError if the model has no matrices of `lora.targets`."""
     absent, instead = ("experts", "feed-forward") if config.experts is None else ("feed-forward", "experts")
     if lora.targets == absent:
         raise ValueError(f"model.lora.targets={absent!r}: this model has none; choose {instead}, attention or all")
@@ -73,12 +72,15 @@ def adapted_matrices(config: DecoderConfig, lora: Lora) -> list[Stored]:
 
 
 def adapter_shapes(config: DecoderConfig, lora: Lora, dtype=jnp.float32) -> Params:
-    """A `ShapeDtypeStruct` for every array of the adapters: a [*stack, *inputs, r] and b [*stack, r, *outputs]."""
+    """The tree of the adapters, {"layers": {"attention": {"q": {"a": A, "b": B}}}}, with a `ShapeDtypeStruct` for every
+    array: A [*stack, *inputs, r] and B [*stack, r, *outputs]. Raises ValueError if the model has no matrices of
+    `lora.targets`."""
     return unflatten_dict({one.path: jax.ShapeDtypeStruct(one.shape, dtype) for one in _layout(config, lora)})
 
 
 def adapter_axes(config: DecoderConfig, lora: Lora) -> Params:
-    """The logical axes of `adapter_shapes`: the axes of the matrix, and None for the rank, which is not split."""
+    """The tree of the adapters with a tuple of logical axes for every array: the axes of the matrix, and None for the
+    rank, which is not split. Raises ValueError if the model has no matrices of `lora.targets`."""
     found, names = {}, flatten_dict(logical_axes(config))
     for entry in adapted_matrices(config, lora):
         axes, cut = names[entry.path], entry.stacked + len(entry.groups[1])
@@ -90,10 +92,9 @@ def adapter_axes(config: DecoderConfig, lora: Lora) -> Params:
 def init_adapters(
     config: DecoderConfig, lora: Lora, *, seed: int = 0, dtype=jnp.float32, shardings: Params | None = None
 ) -> Params:
-    """Draws adapters: A from U(-1/√n, 1/√n) for n inputs, as the library peft does, and B = 0.
-
-    So the first policy is the base itself. The adapters depend on `seed`, `config` and `lora` only.
-    """
+    """Draws the tree of adapters: A from U(-1/√n, 1/√n) for n inputs, as the library peft does, and B = 0. So the first
+    policy is the base itself. The adapters depend on `seed`, `config`, `lora` and `dtype` only. They are drawn under
+    `shardings`, a tree like theirs; None: on the default device."""
 
     def drawn(seed: jax.Array) -> Params:
         key, leaves = jax.random.key(seed), flatten_dict(adapter_shapes(config, lora, dtype))
@@ -110,29 +111,31 @@ def init_adapters(
 
 @flax.struct.dataclass
 class Base:
-    """The frozen weights of a model, and the factor alpha / rank of its adapters."""
+    """The frozen weights of a model, its params, and `scale`, the factor alpha / rank of its adapters."""
 
     weights: Params
     scale: float = flax.struct.field(pytree_node=False)
 
     def policy(self, adapters: Params) -> Params:
-        """The params of the model with these adapters."""
+        """The params of the model with these unscaled adapters: an `Adapted` in place of every matrix that has one."""
         return attached(self.weights, scaled(adapters, self.scale))
 
 
 def policy_params(base: Base | None, trained: Params) -> Params:
-    """The params of the model: `trained` itself, or with a base, the base with `trained` as its adapters."""
+    """The params of the model: `trained` itself if `base` is None; else the base's weights with the adapters
+    `trained`."""
     return trained if base is None else base.policy(trained)
 
 
 def scaled(adapters: Params, scale: float) -> Params:
-    """The adapters with `scale`, which is alpha / rank, as a factor of every B."""
+    """The tree of adapters with the factor `scale`, which is alpha / rank, on every B. A stays."""
     leaves = {path: x * scale if path[-1] == "b" else x for path, x in flatten_dict(adapters).items()}
     return unflatten_dict(leaves)
 
 
 def attached(weights: Params, adapters: Params) -> Params:
-    """`weights` with an `Adapted` in place of every matrix that has a (scaled) adapter."""
+    """The params `weights` with an `Adapted` in place of every matrix that has an adapter; each B has the factor alpha
+    / rank already."""
     own, found = flatten_dict(adapters), flatten_dict(weights)
     for path in {path[:-1] for path in own}:
         found[path] = Adapted(found[path], own[*path, "a"], own[*path, "b"])
@@ -140,7 +143,8 @@ def attached(weights: Params, adapters: Params) -> Params:
 
 
 def merged(params: Params) -> Params:
-    """`params` with W + A B, rounded once, in place of every `Adapted`, and with every `Int8` as an array."""
+    """`params` as arrays alone: W + A B, rounded once, in place of every `Adapted`, and the product values · scale in
+    place of every `Int8`."""
 
     def leaf(x: Any) -> Any:
         return x.merged() if isinstance(x, Adapted) else x[...]
@@ -160,11 +164,10 @@ _OFF = (
 
 
 def save_adapters(folder: Path | str, config: DecoderConfig, lora: Lora, adapters: Params, *, base: str | None) -> None:
-    """Writes adapters in float32. With several processes, all must call it, and process 0 writes.
-
-    Args:
-      base: the name or folder of the base model, for `base_model_name_or_path`.
-    """
+    """Writes adapters (unscaled) in float32, as the library peft does: adapter_model.safetensors, then
+    adapter_config.json. A collective: all processes must call it; process 0 writes, and makes the folder. The other
+    processes do not wait for the files. `base` is the name or folder of the base model, for the field
+    `base_model_name_or_path`."""
     folder, leaves, held = Path(folder), flatten_dict(adapters), {}
     for entry in _layout(config, lora):
         for index, name in entry.tensors():
@@ -193,10 +196,10 @@ def save_adapters(folder: Path | str, config: DecoderConfig, lora: Lora, adapter
 def load_adapters(
     folder: Path | str, config: DecoderConfig, lora: Lora, *, dtype=jnp.float32, shardings: Params | None = None
 ) -> Params:
-    """Reads the adapters in a folder of the library peft. Each device reads its own shard only.
-
-    Raises ValueError if the folder has adapters of another kind, rank, alpha or targets, or of another model.
-    """
+    """Reads the tree of (unscaled) adapters in a folder of the library peft, in `dtype`. Each device reads its own
+    shard only. `shardings` is a tree like the adapters; None: all on the first local device. Raises ValueError if a
+    file is missing or damaged, or if the folder has adapters of another kind, rank, alpha or targets, or of another
+    model."""
     folder = Path(folder)
     _check(folder, config, lora)
     with Folder(folder, WEIGHTS) as files:

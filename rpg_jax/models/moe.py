@@ -14,12 +14,10 @@ from rpg_jax.models.weights import Adapted, Declare, Weight, weight_spec
 
 
 class MoE(nnx.Module):
-    """Σ_e p_e · expert_e(x) over the chosen experts; p is the router's f32 softmax, renormalised if configured.
-
-    Pairs (token, expert) are sorted by expert and multiplied group by group (`grouped_product`). So shapes are static,
-    and only the chosen experts cost work. On a mesh, each device gathers the tokens of the devices that hold the other
-    experts, applies its own experts to them, and scatters the sums back. This is exact at any imbalance.
-    """
+    """Σ_e p_e · expert_e(x) over the chosen experts; p is the router's f32 softmax, renormalised if configured. Pairs
+    (token, expert) are sorted by expert and multiplied group by group (`grouped_product`). So shapes are static, and
+    only the chosen experts cost work. On a mesh, each device gathers the tokens of the devices that hold the other
+    experts, applies its own experts to them, and scatters the sums back. This is exact at any imbalance."""
 
     def __init__(self, config: DecoderConfig, experts: Experts, declare: Declare):
         D, E, F = config.embed_dim, experts.count, experts.hidden_dim
@@ -30,7 +28,8 @@ class MoE(nnx.Module):
         self.down = declare.matrix((E, F, D), ("experts", "hidden", "embed"), fan_in=F * 2 * config.num_layers)
 
     def __call__(self, x: jax.Array, axes, recorded: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """The mixture [B, T, D] of x [B, T, D], and its experts i32[B, T, k], see `route`; `axes` names B and T."""
+        """Returns the mixture [B, T, D] of x [B, T, D], in x's dtype, and the chosen experts i32[B, T, k]. `axes` has
+        the logical names of B and T. `recorded`, ints [B, T, k], replaces the router's choice of experts."""
         weights, experts = self.route(x, recorded)
         matrices = self.gate[...], self.up[...], self.down[...]
         tokens = partition_spec(*axes, None)
@@ -45,12 +44,10 @@ class MoE(nnx.Module):
         return sharded(x, weights, experts, *matrices).astype(x.dtype), experts
 
     def route(self, x: jax.Array, recorded: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """Mixture weights f32[B, T, k] and expert indices i32[B, T, k] of x [B, T, D]; k experts for each token.
-
-        The weights are the router's softmax over all experts; if configured, the k weights are divided by their sum.
+        """Mixture weights f32[B, T, k] and expert indices i32[B, T, k] of x [B, T, D]; k experts for each token. The
+        weights are the router's softmax over all experts; if configured, the k weights are divided by their sum.
         `recorded`, ints [B, T, k], replaces the choice of experts (rollout routing replay, arXiv:2510.11370). The
-        weights of `recorded` experts are also this router's, with its gradient.
-        """
+        weights of `recorded` experts are also this router's, with its gradient."""
         logits = jnp.einsum("btd,de->bte", x, self.router[...].astype(x.dtype), preferred_element_type=jnp.float32)
         probabilities = jax.nn.softmax(logits, axis=-1)
         if recorded is None:
@@ -106,6 +103,7 @@ def grouped_product(
     its gradient of the matrices as dense products over all rows, with E times the work.
 
     Args:
+      matrices: an array, or an `Adapted` whose W, A and B are stacked over the groups.
       sizes: i32[E], number of rows of each group.
       dtype: of the result; None for the dtype of `rows`. Sums are f32.
       megablox: use JAX's Pallas kernels for TPU, interpreted elsewhere; else `ragged_dot`. None: True on a TPU.

@@ -38,11 +38,9 @@ def project(x: jax.Array, weight: Weight, axes: Names, inputs: Names, outputs: N
 
 
 def gathered(weight: Weight, axes: tuple[str, ...], dimension: int, dtype) -> Weight:
-    """All-gathers a weight in `dtype`, inside a `shard_map`; its shards lie along `dimension` over mesh `axes`.
-
-    The gradient of the weight is reduce-scattered over the same axes, in the weight's own dtype. The weight is a matrix
-    or a stack of matrices. An adapter has two sides, A and B; only the side with the dimension is gathered.
-    """
+    """All-gathers a weight in `dtype`, inside a `shard_map`; its shards lie along `dimension` over mesh `axes`. The
+    gradient of the weight is reduce-scattered over the same axes, in the weight's own dtype. The weight is a matrix or
+    a stack of matrices. An adapter has two sides, A and B; only the side with the dimension is gathered."""
     if not isinstance(weight, Adapted):
         return _gathered(weight, axes, dimension, dtype)
     of_a, of_b = (axes, ()) if dimension == len(weight.shape) - 2 else ((), axes)
@@ -69,11 +67,9 @@ _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def _product(x, weight, *, inputs, gather=(), dimension=0, contracted=()):
-    """x times the weight, which is gathered as a matrix.
-
-    If the weight were gathered in its own shape, XLA:TPU would keep a second copy of all layers in another layout. The
-    backward pass computes the matrix of a weight with head dimensions again.
-    """
+    """x times the weight, which is gathered as a matrix. If the weight were gathered in its own shape, XLA:TPU would
+    keep a second copy of all layers in another layout. The backward pass computes the matrix of a weight with head
+    dimensions again."""
     matrix = gathered(as_matrix(weight, inputs), gather, dimension, x.dtype)
     multiply = jax.checkpoint(_multiply) if gather and inputs > 1 else _multiply
     y = multiply(x, matrix).reshape(*x.shape[:2], -1, *weight.shape[inputs + 1 :])
@@ -141,12 +137,10 @@ def _stretches(length: int) -> int:
 
 
 def lookup(table: jax.Array, tokens: jax.Array, axes: tuple[str | None, str | None], dtype) -> jax.Array:
-    """table[tokens] in `dtype`, [B, T, D], of table [V, D] and tokens i32[B, T]; `axes` names B and T.
-
-    With FSDP, rows of the batch and columns of the table share mesh axes. Each device then looks up its columns for the
-    rows of all devices along these axes, and an all-to-all exchanges the results. Positions of a row may share them,
-    too. By itself, XLA's partitioner gathers the whole table.
-    """
+    """table[tokens] in `dtype`, [B, T, D], of table [V, D] and tokens i32[B, T]; `axes` are the logical names of B and
+    T. With FSDP, rows of the batch and columns of the table share mesh axes. Each device then looks up its columns for
+    the rows of all devices along these axes, and an all-to-all exchanges the results. Positions of a row may share
+    them, too. By itself, XLA's partitioner gathers the whole table."""
     where = partition_spec(*axes)
     if where is None:
         return table[tokens].astype(dtype)

@@ -122,10 +122,8 @@ SIZES: Mapping[str, DecoderConfig] = MappingProxyType(
 
 
 def size(name: str) -> DecoderConfig:
-    """The config of a published size, by name in any case ("qwen3-4b").
-
-    Raises ValueError if there is no such size; the message names the nearest.
-    """
+    """The config of a published size, by a name in `SIZES`, in upper or lower case ("qwen3-4b"). Raises ValueError if
+    there is no such size; the message names the nearest."""
     known = {key.lower(): config for key, config in SIZES.items()}
     if name.lower() not in known:
         near = difflib.get_close_matches(name.lower(), known, n=3)
@@ -136,7 +134,7 @@ def size(name: str) -> DecoderConfig:
 
 def hub_address(name: str) -> str:
     """The repository OWNER/NAME of a published size on the Hugging Face hub. For SmolLM2 it is the repository of the
-    instruct model, which the configs train. Raises ValueError as `size` does."""
+    instruct model, which the configs train. Raises ValueError if `SIZES` lacks the name in any case of letters."""
     size(name)
     name = next(known for known in SIZES if known.lower() == name.lower())
     places = {"SmolLM2": f"HuggingFaceTB/{name}-Instruct", "Llama": f"meta-llama/{name}"}
@@ -145,5 +143,5 @@ def hub_address(name: str) -> str:
 
 @functools.cache
 def parameter_count(config: DecoderConfig) -> int:
-    """The number of weights."""
+    """The number of a model's weights, the embedding included; a tied head counts once."""
     return sum(x.size for x in jax.tree.leaves(abstract(config)[1]))

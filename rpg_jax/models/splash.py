@@ -20,11 +20,20 @@ _PADDING = 2**30
 def splash_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, axes: tuple[str | None, str | None]
 ) -> jax.Array:
-    """`attention.attention` by a kernel that never holds scores in memory and skips the blocks that the mask empties.
+    """Causal segment attention by a kernel that never holds scores in memory and skips the blocks that the mask
+    empties.
 
     Two kinds of blocks are empty: blocks above the diagonal and, where completions share a row, blocks with the queries
     of one completion and the keys of another. On a mesh each device computes its rows, its heads and its stretch of the
     queries, against all keys of the row. The kernel is for TPUs. On other platforms the kernel is interpreted, slowly.
+
+    Args:
+      q, k, v: [B, T, N, H], and [B, T, K, H] where K divides N.
+      segment_ids: i32[B, T]; a token attends to the earlier tokens with its id, 0 is padding. No segments share a
+        prompt.
+      axes: logical names of B and T.
+
+    Returns [B, T, N, H] in q's dtype; rows of padding hold finite numbers without a meaning.
     """
     T, H = q.shape[1], q.shape[3]
     length_shards, head_shards = shards(axes[1]), shards("heads")
@@ -96,10 +105,12 @@ def _skipping(kernel, q_segments: jax.Array, kv_segments: jax.Array):
 def needed_blocks(positions: jax.Array, q_segments: jax.Array, kv_segments: jax.Array, block: int) -> jax.Array:
     """bool[nq, nk]: whether a query of one block may attend to a key of another. Blocks of padding see themselves.
 
+    It compares the least and the largest id of each block, so some blocks without a pair may be True.
+
     Args:
       positions: i32[Tq], of the queries in their row.
-      q_segments, kv_segments: i32[Tq] and i32[Tk], both a whole number of blocks.
-      block: tokens of a block.
+      q_segments, kv_segments: i32[Tq] and i32[Tk], both a whole number of blocks; 0 is padding.
+      block: tokens of a block, of queries and of keys.
     """
     keys = jnp.arange(len(kv_segments))
     q_ids = jnp.where(q_segments > 0, q_segments, _PADDING + positions // block).reshape(-1, block)

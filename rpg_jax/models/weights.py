@@ -41,9 +41,11 @@ class Adapted:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of W."""
         return self.base.shape
 
     def astype(self, dtype) -> "Adapted":
+        """W, which must be an array, A and B, all three in `dtype`."""
         return Adapted(self.base.astype(dtype), self.a.astype(dtype), self.b.astype(dtype))
 
     def merged(self) -> jax.Array:
@@ -58,11 +60,9 @@ class Adapted:
 
 
 def _recomputed(x: jax.Array, b: jax.Array) -> jax.Array:
-    """The product x B, written with a batch dimension of size one.
-
-    The remat policy `dots` keeps the products that have no batch dimension, which are x W and x A. So the backward pass
-    computes x B again from x A, which costs little. To keep x B would need as much memory as x W.
-    """
+    """The product x B, written with a batch dimension of size one. The remat policy `dots` keeps the products that have
+    no batch dimension, which are x W and x A. So the backward pass computes x B again from x A, which costs little. To
+    keep x B would need as much memory as x W."""
     return jax.lax.dot_general(x[None], b[None], (((x.ndim,), (1,)), ((0,), (0,))))[0]
 
 
@@ -70,7 +70,8 @@ Weight = jax.Array | Adapted
 
 
 def as_matrix(weight: Weight, inputs: int) -> Weight:
-    """The weight as a matrix: its first `inputs` dimensions become the rows, and the other dimensions the columns."""
+    """The weight as a matrix: its first `inputs` dimensions become the rows, and the other dimensions the columns. The
+    adapter's A and B become matrices too. The weight has no stacked dimensions."""
     if isinstance(weight, Adapted):
         return Adapted(_flat(weight.base, inputs), _flat(weight.a, inputs), _flat(weight.b, 1))
     return _flat(weight, inputs)
@@ -81,9 +82,9 @@ def _flat(x: jax.Array, inputs: int) -> jax.Array:
 
 
 def weight_spec(weight: Weight, inputs: Names, outputs: Names, stack: Names = ()) -> Any:
-    """The PartitionSpec of each array of a weight, from the logical names of the weight's dimensions.
-
-    The rank of an adapter is not split."""
+    """The PartitionSpec of a weight [*stack, *inputs, *outputs] from the logical names of its dimensions; for an
+    `Adapted` weight, an `Adapted` with the specs of W, A and B, whose rank is not split. None in place of a spec
+    without rules or mesh."""
     whole = partition_spec(*stack, *inputs, *outputs)
     if not isinstance(weight, Adapted):
         return whole
@@ -113,7 +114,8 @@ class Int8:
 
 
 def quantized(params: Any) -> Any:
-    """Rounds every matrix of the layers to int8. In each output channel, 127 stands for the largest absolute value."""
+    """Rounds every stacked matrix of the layers in the params to an `Int8`; all other weights stay. In each output
+    channel, 127 stands for the largest absolute value."""
 
     def leaf(path, weight):
         axes = _summed(path, weight)
@@ -126,7 +128,8 @@ def quantized(params: Any) -> Any:
 
 
 def eight_bits(x: jax.Array, axes: int | tuple[int, ...], dtype=jnp.float32) -> tuple[jax.Array, jax.Array]:
-    """x / scale as whole numbers from -127 to 127, still f32, and the scale max |x| / 127 along `axes`, in `dtype`."""
+    """Rounds to eight bits along `axes`: returns x / scale as whole numbers from -127 to 127, still f32, and the scale
+    max |x| / 127 in `dtype`, with size 1 along `axes`."""
     x = x.astype(jnp.float32)
     scale = (jnp.maximum(jnp.max(jnp.abs(x), axes, keepdims=True), 1e-30) / 127).astype(dtype)
     steps = jnp.round(x / scale.astype(jnp.float32))  # the scale as it is stored: its rounding adds no error
@@ -134,7 +137,8 @@ def eight_bits(x: jax.Array, axes: int | tuple[int, ...], dtype=jnp.float32) -> 
 
 
 def quantized_shardings(shardings: Any, params: Any) -> Any:
-    """The shardings of `quantized(params)`, from the shardings of `params`."""
+    """The tree of `quantized(params)` with a NamedSharding for each array, from `shardings`, the NamedShardings of
+    `params`."""
 
     def leaf(path, weight, sharding: NamedSharding):
         axes = _summed(path, weight)
@@ -159,21 +163,22 @@ _TRUNCATED_STD = 0.87962566103423978  # standard deviation of a standard normal 
 
 class Declare:
     """Creates parameters of one dtype. In a scanned stack of layers, every shape begins with `stack`, their number.
-
     Matrices are drawn from a normal distribution that is truncated at two standard deviations, and are scaled to the
     standard deviation 1/√fan_in. The gain is then 1 at every width. At the widths of Qwen, 1/√fan_in is about 0.02, the
-    number in Qwen's configs.
-    """
+    number in Qwen's configs."""
 
     def __init__(self, rngs: nnx.Rngs, dtype, stack: int | None = None):
         self.rngs, self.dtype = rngs, dtype
         self.lead = ((), ()) if stack is None else ((stack,), ("layers",))
 
     def matrix(self, shape: tuple[int, ...], axes: tuple[str | None, ...], *, fan_in: float) -> nnx.Param:
+        """Draws a matrix of `shape`, whose products sum over `fan_in` numbers. `axes` has the logical name of each
+        dimension."""
         shape, axes = self.lead[0] + shape, self.lead[1] + axes
         normal = jax.random.truncated_normal(self.rngs.params(), -2, 2, shape, self.dtype)
         return nnx.Param(normal * (fan_in**-0.5 / _TRUNCATED_STD), axes=axes)
 
     def constant(self, value: float, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
+        """Makes a parameter of `shape` that is `value` everywhere. `axes` has the logical name of each dimension."""
         shape, axes = self.lead[0] + shape, self.lead[1] + axes
         return nnx.Param(jnp.full(shape, value, self.dtype), axes=axes)

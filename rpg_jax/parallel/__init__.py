@@ -1,4 +1,4 @@
-"""The mesh, and the table from logical to mesh axes."""
+"""The device mesh with its five axes, and the table that maps a model's logical axes to mesh axes."""
 
 from rpg_jax.parallel.mesh import MESH_AXES as MESH_AXES
 from rpg_jax.parallel.mesh import make_mesh as make_mesh

@@ -1,7 +1,7 @@
 """Collectives over the processes of a run, on host values, and checksums of sharded arrays, equal on every mesh.
 
-Every process must call the collectives in the same order and from its main thread. The calls of an
-`Exchange` have an order of their own. With one process, no collective communicates.
+Every process must call the collectives in the same order and from its main thread. The calls of an `Exchange` have an
+order of their own. With one process, no collective communicates.
 
 A process may wait for others for minutes. During the wait, the process asks the coordination service that
 `jax.distributed` started. A device collective would not do: after five minutes of waiting, the runtime of TPU slices
@@ -33,7 +33,7 @@ _calls = itertools.count()  # equal in all processes, as they call collectives i
 
 
 def is_first() -> bool:
-    """Whether this is process 0, which writes files and talks to people."""
+    """Whether this is process 0, which writes files and talks to people. True with a single process."""
     return jax.process_index() == 0
 
 
@@ -45,12 +45,12 @@ def _service() -> Any:
 
 
 def has_service() -> bool:
-    """Whether the coordination service, through which processes meet, runs in this process."""
+    """Whether this process serves the coordination service, through which processes meet. Process 0 of several does."""
     return distributed.global_state.service is not None
 
 
 class Failure(NamedTuple):
-    """The first process of a run that failed, the name of its machine, one line that says why, and its exit code."""
+    """A run's first failure: the number of the process, its host name, a line that says why, and the exit code."""
 
     process: int
     machine: str
@@ -59,14 +59,17 @@ class Failure(NamedTuple):
 
 
 def publish_failure(reason: str, code: int) -> None:
-    """Tells all processes that this one ends with exit code `code` because of `reason`, unless another failed first."""
+    """Tells all processes that this process ends with exit code `code` for the reason in the line `reason`. Only the
+    first failure of a run is kept: a later call does nothing, and so does a call after the coordination service has
+    gone."""
     failure = Failure(distributed.global_state.process_id, socket.gethostname(), reason, code)
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # the key exists, or the service has gone
         _service().key_value_set(_FAILURE, json.dumps(failure))
 
 
 def published_failure() -> Failure | None:
-    """The failure that a process has published; None if there is none. Raises JaxRuntimeError without a service."""
+    """The first failure that a process has published; None if there is none yet. It waits for no process. Raises
+    jax.errors.JaxRuntimeError if the coordination service does not answer."""
     try:
         return Failure(*json.loads(_service().key_value_try_get(_FAILURE)))
     except jax.errors.JaxRuntimeError as error:
@@ -76,14 +79,16 @@ def published_failure() -> Failure | None:
 
 
 def barrier(name: str, patience_ms: int = _PATIENCE_MS) -> None:
-    """Returns after every process has called `barrier`; `name` is for messages. JaxRuntimeError after `patience_ms`."""
+    """A collective: returns after every process has called it; with one process, at once. Messages show `name`. Raises
+    jax.errors.JaxRuntimeError after `patience_ms` milliseconds (default: a week) without one of the processes."""
     if jax.process_count() > 1:
         _service().wait_at_barrier(f"rpg_jax/{next(_calls)}/{name}", patience_ms)
 
 
 @contextlib.contextmanager
 def first_alone(name: str) -> Iterator[None]:
-    """Process 0 runs the block first; then all other processes run the block. Error messages show `name`."""
+    """A collective context: process 0 runs the block first; then all other processes run it. Messages show `name`. If
+    the block raises in process 0, the others keep waiting."""
     if not is_first():
         barrier(name)
     yield
@@ -92,7 +97,8 @@ def first_alone(name: str) -> Iterator[None]:
 
 
 def all_gather_bytes(value: bytes) -> list[bytes]:
-    """The `value` of every process, in the order of the processes. Lengths may differ."""
+    """The `value` of every process, in the order of the processes. Lengths may differ. A collective, which waits for
+    all processes. Values above 1 MiB go over the devices, all others through the coordination service."""
     if jax.process_count() == 1:
         return [value]
     small = len(value) <= _SMALL
@@ -118,6 +124,7 @@ class SharedCounter:
             _drawn.append(self._key)
 
     def draw(self) -> int:
+        """The lowest number, from 0 on, that nobody has drawn from this counter yet. It waits for no process."""
         if jax.process_count() == 1:
             return next(self._alone)
         return _service().key_value_increment(self._key, 1) - 1
@@ -127,24 +134,21 @@ _drawn: list[str] = []  # the key of the last counter
 
 
 def pmax(value: int) -> int:
-    """The largest `value` of any process."""
+    """The largest `value` of any process. A collective; it waits for all processes."""
     return max(map(int, _main.all_gather_bytes(b"%d" % value)))
 
 
 class Exchange:
-    """All-gathers through the coordination service alone. No program runs on a device.
-
-    Therefore one thread of each process may call `all_gather_bytes` at any time, also while the main thread launches
-    programs. All processes must make their exchanges in the same order. In one exchange, all processes must make their
-    calls in the same order.
-    """
+    """All-gathers through the coordination service alone. No program runs on a device. Therefore one thread of each
+    process may call `all_gather_bytes` at any time, also while the main thread launches programs. All processes must
+    make their exchanges in the same order. In one exchange, all processes must make their calls in the same order."""
 
     def __init__(self) -> None:
         self._keys, self._rounds = f"rpg_jax/exchange {next(_exchanges)}", itertools.count()
         self._spent: list[str] = []  # keys of this process that other processes may still read
 
     def all_gather_bytes(self, value: bytes) -> list[bytes]:
-        """The `value` of every process, in the order of the processes. Lengths may differ."""
+        """The `value` of every process, in the order of the processes, for which it waits. Lengths may differ."""
         if jax.process_count() == 1:
             return [value]
         client, own, keys = _service(), jax.process_index(), f"{self._keys}/{next(self._rounds)}"
@@ -202,10 +206,8 @@ def share(items: Sequence[T]) -> list[T]:
 
 
 def placed(rows: Tree, sharding: jax.sharding.Sharding) -> Tree:
-    """Makes global arrays under `sharding` from arrays that every host holds as a whole.
-
-    Each process uploads only the shards of its own devices.
-    """
+    """Makes global arrays of a tree of arrays that every host holds as a whole. Each leaf gets `sharding`, over devices
+    of any process. Each process uploads only the shards of its own devices, and waits for no other process."""
     if jax.process_count() == 1:
         return jax.device_put(rows, sharding)
 
@@ -217,15 +219,20 @@ def placed(rows: Tree, sharding: jax.sharding.Sharding) -> Tree:
 
 
 def gathered(x: jax.Array) -> np.ndarray:
-    """The whole of `x` on every host, where `x` is sharded over the devices of all processes."""
+    """The whole of `x` as a NumPy array on every host. It waits until `x` is computed. A collective over the devices if
+    devices of other processes hold parts of `x`."""
     return np.asarray(x) if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
 
 
 def local_copies(tree: Tree, shardings: Tree) -> Tree:
-    """A whole copy of `tree` on each host, under the host-local `shardings`; `tree` is sharded over all hosts.
+    """Returns a whole copy of a tree of arrays on each host. A collective over the devices.
 
     The copy takes two steps. First, one reshard replicates the arrays over hosts and shards them within each host. Then
     each host makes its local arrays of the shards that its devices hold.
+
+    Args:
+      tree: arrays that are sharded over the devices of all hosts.
+      shardings: the same tree with the NamedSharding of each copy, on a mesh of this host's devices.
     """
 
     def wide(sharding: NamedSharding) -> NamedSharding:
@@ -246,17 +253,16 @@ def local_copies(tree: Tree, shardings: Tree) -> Tree:
 
 @jax.jit
 def checksum_of_tree(tree: Tree) -> jax.Array:
-    """A checksum u32[2] of 64 bits over the bit patterns, places and names of all leaves.
-
-    A change of one element always changes the checksum. A change of several elements goes unnoticed with a probability
-    of about 2^-64.
-    """
+    """A checksum u32[2] of 64 bits over the bit patterns, places and names of all leaves of a tree of arrays. It is
+    equal under every sharding. A change of one element always changes the checksum. A change of several elements goes
+    unnoticed with a probability of about 2^-64."""
     return checksums_of_leaves(tree).sum(axis=0, dtype=jnp.uint32)
 
 
 @jax.jit
 def checksums_of_leaves(tree: Tree) -> jax.Array:
-    """The checksum of each of the L leaves, u32[L, 2], in the order of `jax.tree.leaves`."""
+    """The 64-bit checksums u32[L, 2] of the L arrays of a tree, in the order of `jax.tree.leaves`: of bit patterns,
+    places and the array's path in the tree. They are equal under every sharding."""
     tree = jax.device_put(tree, jax.memory.Space.Device)  # some leaves may wait in host memory
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return jnp.stack([_folded(x, zlib.crc32(jax.tree_util.keystr(path).encode())) for path, x in leaves])

@@ -17,13 +17,15 @@ hidden units and vocabulary entries.
 
 
 def make_mesh(shape: Mapping[str, int] | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of `devices` (default: all) with every axis of `MESH_AXES`, in the sizes of `mesh_sizes`.
+    """A mesh with every axis of `MESH_AXES`, of type Auto, of `devices` (None: all devices of the run).
 
-    On several TPU slices, `replica` spans the slices over the slow network, and every other axis lies within a slice.
-    An axis of any size may take a part of a dimension of the torus. Axes are of type Auto.
+    `shape` has the sizes of axes. A missing axis has size 1. One axis may be -1: it takes the devices that are left. On
+    several TPU slices, `replica` spans the slices over the slow network (a size of 1 becomes their number), and every
+    other axis lies within a slice. An axis of any size may take a part of a dimension of the torus.
 
     Raises:
-      ValueError: as in `mesh_sizes`, or the devices do not fill a box of the torus, the same box in every slice.
+      ValueError: an axis is unknown, the sizes do not multiply to the number of devices, the slices do not divide
+        `replica`, or the devices do not fill a box of the torus, the same box in every slice.
     """
     devices = list(jax.devices() if devices is None else devices)
     slices = len({getattr(d, "slice_index", 0) for d in devices}) if devices[0].platform == "tpu" else 1
@@ -44,7 +46,7 @@ def make_mesh(shape: Mapping[str, int] | None = None, devices: Sequence[jax.Devi
 
 
 def mesh_sizes(shape: Mapping[str, int], devices: int, slices: int = 1) -> dict[str, int]:
-    """The size of every axis of `MESH_AXES` on this number of devices.
+    """The size of every axis of `MESH_AXES`, in this order, on `devices` devices in all, of `slices` TPU slices.
 
     An axis that `shape` lacks has size 1. One axis may be -1: it takes the devices that are left. On several slices, a
     `replica` of 1 becomes the number of slices: one copy of the parameters in each.

@@ -1,4 +1,4 @@
-"""The table from logical axes of a model to mesh axes, its checks, and its overrides."""
+"""The table from logical axes, the names of a model's dimensions, to mesh axes; its checks, and its overrides."""
 
 import contextlib
 import itertools
@@ -45,11 +45,9 @@ _IN_FORCE = jax.make_user_context()
 
 
 def override(overrides: Mapping[str, MeshAxes], rules: Rules = RULES) -> Rules:
-    """`rules` with some entries replaced.
-
-    Raises:
-      ValueError: a logical axis or a mesh axis is unknown, or a rule names a mesh axis twice.
-    """
+    """A copy of `rules` with the entries of `overrides`. An entry maps a logical axis to one mesh axis, to a tuple or
+    list of mesh axes, or to None: every device then holds the dimension whole. Raises ValueError if `rules` lacks the
+    logical axis, `MESH_AXES` lacks a mesh axis, or an entry names a mesh axis twice."""
     unknown = sorted(set(overrides) - set(rules))
     if unknown:
         raise ValueError(f"unknown logical axes {unknown}; the rules name {', '.join(sorted(rules))}")
@@ -63,10 +61,9 @@ def override(overrides: Mapping[str, MeshAxes], rules: Rules = RULES) -> Rules:
 
 
 def parse_rules(text: str | None) -> Rules:
-    """`RULES` with the entries of `text`, e.g. "embed=fsdp+context,kv_heads=". Without a mesh axis: replicated.
-
-    Raises ValueError if an entry has another form, and where `override` raises ValueError.
-    """
+    """`RULES` with the entries of `text`, e.g. "embed=fsdp+context,kv_heads="; `RULES` alone for None or "". An entry
+    without a mesh axis replicates. Of two entries for one axis the last counts. Raises ValueError if an entry has no
+    "=", names an unknown logical axis or mesh axis, or names a mesh axis twice."""
     overrides: dict[str, MeshAxes] = {}
     for entry in (part.strip() for part in (text or "").split(",") if part.strip()):
         name, sign, axes = entry.partition("=")
@@ -77,18 +74,20 @@ def parse_rules(text: str | None) -> Rules:
 
 
 def shards(name: str, sizes: Mapping[str, int], rules: Rules = RULES) -> int:
-    """The number of parts into which a mesh of `sizes` cuts the logical axis `name`."""
+    """The number of parts into which a mesh cuts the logical axis `name`; `sizes` has the size of each mesh axis."""
     return math.prod(sizes[axis] for axis in _axes(rules[name]))
 
 
 def shardings(logical_axes: Any, shapes: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
-    """Tree of NamedSharding for arrays (or ShapeDtypeStructs) `shapes`, by the `logical_axes` of their dimensions.
+    """The tree of `shapes`, arrays or ShapeDtypeStructs, with the NamedSharding on `mesh` in place of each array.
 
-    `logical_axes` is the tree of `shapes` with a tuple of logical names (None: not sharded) in place of each array.
+    `logical_axes` is the same tree with a tuple in place of each array: the logical name of each dimension, or None for
+    a dimension that is not sharded.
 
     Raises:
       ValueError: `rules` lacks a name, two dimensions fall on one mesh axis, mesh axes do not divide a dimension, or
-        there are more or fewer names than dimensions. The message names the leaf. Also where `check` raises it.
+        there are more or fewer names than dimensions; the message names the leaf. Or `check` refuses the rules on this
+        mesh.
     """
     check(rules, mesh.shape)
 
@@ -101,10 +100,8 @@ def shardings(logical_axes: Any, shapes: Any, mesh: Mesh, rules: Rules = RULES) 
 
 @contextlib.contextmanager
 def activate(mesh: Mesh, rules: Rules = RULES) -> Iterator[None]:
-    """A context in which programs that are traced constrain their activations by `rules` on `mesh`.
-
-    A jitted function that was traced under other rules is traced anew. Raises ValueError as in `check`.
-    """
+    """A context in which `mesh` is JAX's mesh, and programs that are traced constrain their activations by `rules`. A
+    jitted function that was traced under other rules is traced anew. Raises ValueError if `check` refuses the rules."""
     check(rules, mesh.shape)
     table = tuple(rules.items())
     with jax.set_mesh(mesh), flax.linen.logical_axis_rules(table), _IN_FORCE(table):
@@ -112,7 +109,7 @@ def activate(mesh: Mesh, rules: Rules = RULES) -> Iterator[None]:
 
 
 def check(rules: Rules, sizes: Mapping[str, int]) -> None:
-    """Refuses rules under which a model on a mesh of `sizes` would compute other numbers than on one device.
+    """Refuses rules under which a model on a mesh would compute other numbers than on one device.
 
     A device may hold a part of the vocabulary, of the heads or of the hidden units. The model then sums the results of
     the device's tokens over the devices that hold the other parts. These devices must hold the same tokens. Therefore a
@@ -120,8 +117,8 @@ def check(rules: Rules, sizes: Mapping[str, int]) -> None:
     experts may share an axis with rows: before a product, devices gather the parts or the tokens.
 
     Raises:
-      ValueError: a mesh axis breaks this rule, cuts both rows and positions, or is missing in the mesh; or the
-        key-value heads are neither on all devices nor sharded as the query heads.
+      ValueError: a mesh axis breaks this rule, cuts both rows and positions, or is missing in `sizes`, the sizes of the
+        mesh axes; or the key-value heads are neither on all devices nor sharded as the query heads.
     """
     absent = {f"{name} -> {axis}" for name in rules for axis in _axes(rules[name]) if axis not in sizes}
     if absent:

@@ -41,7 +41,7 @@ class Chip:
 
     @property
     def shapes(self) -> tuple[str, ...]:
-        """The shapes of slices, by size."""
+        """The shapes of slices that a plan knows, as "2x2x1", the smallest first."""
         return _SHAPES[self.dimensions]
 
 

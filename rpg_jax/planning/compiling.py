@@ -34,13 +34,15 @@ class Program:
     """What one program needs on each chip. Memory is in bytes.
 
     Attributes:
+      name: log-probs, baseline, update, start, add, apply, prefill, decode or exchange.
       arguments, temporaries, outputs, alias: HBM, from the compiler's memory analysis. `alias` are arguments that
         outputs overwrite. On a TPU the temporaries count fragmentation twice, and can exceed the real peak.
       resident: HBM that holds arrays of other programs while this program runs.
-      costs: operations and traffic; see `hlo.Costs`.
+      costs: operations, and traffic of HBM and network.
       model_flops: one chip's share of the operations of the mathematics.
       compile_seconds: seconds that compilation took.
-      refused: the compiler's message if the program does not fit, with the bytes needed. Other numbers are then 0.
+      refused: the compiler's message if the program does not fit, with the bytes needed, and "" if it fits. With a
+        message, the compiler's numbers are 0.
       peak: HBM of the buffers that the compiler assigned, arguments included; 0 if the compiler does not say.
       host: host memory for each chip, from remat=offload and the arrays that `offload` names.
     """
@@ -60,15 +62,17 @@ class Program:
 
     @property
     def hbm(self) -> float:
-        """Bytes of HBM at the peak."""
+        """Bytes of HBM at the peak, with the arrays of other programs."""
         own = self.arguments + self.temporaries + self.outputs - self.alias
         return (self.peak or own) + self.resident
 
     def fits(self, chip: Chip) -> bool:
+        """Whether the compiler accepted the program, and its peak is within the HBM of `chip`."""
         return not self.refused and self.hbm <= chip.hbm
 
     def limits(self, chip: Chip, run: float = 1.0) -> dict[str, float]:
-        """Seconds that each resource alone would take at its peak rate, with a share `run` of the operations."""
+        """Seconds that each resource of a chip, "compute", "HBM" and "ICI", alone would take at its peak rate. Compute
+        counts the share `run` of the program's operations, or of the mathematics' if that is more."""
         return {
             "compute": run * max(self.costs.flops, self.model_flops) / chip.flops,
             "HBM": self.costs.bytes / chip.hbm_bandwidth,
@@ -76,13 +80,15 @@ class Program:
         }
 
     def bound(self, chip: Chip) -> tuple[str, float]:
-        """The resource that limits the program, and the seconds of this resource: no run is faster."""
+        """The resource that limits the program ("compute", "HBM" or "ICI"), and the seconds of this resource: no run is
+        faster."""
         limits = self.limits(chip)
         name = max(limits, key=limits.__getitem__)
         return name, limits[name]
 
     def expected(self, chip: Chip, rates: Rates, run: float = 1.0) -> float:
-        """Seconds at `rates`, with the latency of every collective, and with a share `run` of the operations."""
+        """Seconds of one run on a chip: of its slowest resource at `rates`, with the share `run` of the operations, and
+        the latency of every collective."""
         shares = {"compute": rates.flops, "HBM": rates.hbm, "ICI": rates.ici}
         slowest = max(seconds / shares[name] for name, seconds in self.limits(chip, run).items())
         return slowest + self.costs.launches * rates.collective_seconds
@@ -91,10 +97,10 @@ class Program:
 def compile_program(
     name: str, lowered: Any, *, model_flops: float = 0.0, resident: float = 0.0, cheapest: bool = False
 ) -> Program:
-    """Compiles the result of `jax.jit(...).lower(...)`. A program that does not fit in HBM is a result, not an error.
-
-    With `cheapest`, the cheapest branch of each condition of the program counts.
-    """
+    """Compiles `lowered`, the result of `jax.jit(...).lower(...)`, which takes seconds to minutes, and counts its
+    costs. A program that does not fit in HBM is a result with the field `refused`, not an error. Other errors of the
+    compiler are raised as jax.errors.JaxRuntimeError. With `cheapest`, the cheapest branch of each condition counts,
+    else the dearest. `name`, `model_flops` and `resident` go into the result as they are."""
     start = time.perf_counter()
     try:
         compiled = lowered.compile()
@@ -114,7 +120,8 @@ def compile_program(
 def lowered_programs(
     layout: Layout, learner: Learner, decoding: Decoding
 ) -> Iterator[tuple[str, jax.stages.Lowered, float]]:
-    """The programs of a training step and of its rollout, one at a time: name, program, `operations`."""
+    """Lowers the programs of a training step and then of its rollout, each when it is asked for. Yields the name, the
+    lowered program, and its operations of the mathematics on one chip."""
     flops = operations(layout, decoding, learner.critic)
     with layout.activate():
         for name, lowered in training(layout, learner):
@@ -126,8 +133,9 @@ def lowered_programs(
 
 
 def operations(layout: Layout, decoding: Decoding, critic: Critic | None = None) -> dict[str, float]:
-    """Operations of the mathematics in each program, on one chip: of a micro-batch, of the largest prefill, and of a
-    decode step of all slots over a full cache."""
+    """Operations of the mathematics in each program on one chip, by the program's name: of a micro-batch, of the
+    largest prefill, and of a decode step of all slots over a full cache. `critic` adds a critic's passes to the update.
+    """
     assert decoding.mesh is not None, "a plan decodes on a mesh"
     c, model, shape, chips = layout.config, layout.model, row_shape(layout.config), layout.mesh.size
     sizes: dict[str, Any] = {"rows": shape.rows, "length": shape.length}
@@ -148,10 +156,8 @@ def operations(layout: Layout, decoding: Decoding, critic: Critic | None = None)
 def batch_of(
     shape: RowShape, sharding: NamedSharding, *, critic: bool = False, mixture: DecoderConfig | None = None
 ) -> Batch:
-    """A micro-batch of this shape with the columns that an update reads.
-
-    `critic` adds a critic's columns, and `mixture` the experts of a mixture of that config.
-    """
+    """A micro-batch of ShapeDtypeStructs under `sharding`, with the columns that an update reads. `critic` adds a
+    critic's columns, and `mixture`, if it is a mixture's config, the experts of every token."""
 
     def array(width: int, dtype: Any, *each: int) -> Any:
         return jax.ShapeDtypeStruct((shape.rows, width, *each), dtype, sharding=sharding)
@@ -167,10 +173,8 @@ def batch_of(
 
 
 def with_anchor(programs: Programs, batch: Batch, layout: Layout) -> tuple[Programs, Batch]:
-    """The programs of updates that sum the KL over the vocabulary, and their micro-batch with the reference's states.
-
-    `layout` is that of the reference.
-    """
+    """The programs of updates that sum the KL over the vocabulary, and `batch` with the reference's hidden states as a
+    ShapeDtypeStruct. `layout` is that of the reference."""
     model, dtype = layout.model, jnp.dtype(layout.config.model.compute_dtype)
     (rows, tokens), where = batch.rows.targets.shape, batch.rows.targets.sharding
     hidden: Any = jax.ShapeDtypeStruct((rows, tokens, model.embed_dim), dtype, sharding=where)
@@ -180,7 +184,9 @@ def with_anchor(programs: Programs, batch: Batch, layout: Layout) -> tuple[Progr
 
 
 def training(layout: Layout, learner: Learner) -> Iterator[tuple[str, jax.stages.Lowered]]:
-    """The log-prob pass, a critic's values, then the update: in one program, or in three for several micro-batches."""
+    """Lowers the programs of a training step, each when it is asked for, and yields (name, lowered program). They are
+    the log-prob pass, a critic's values if there is a critic, and the update: "update" if one micro-batch makes an
+    update, else "start", "add" and "apply"."""
     c, shape, state = layout.config, row_shape(layout.config), learner.like
     programs = learner_programs(layout, learner, base=layout.abstract_base)
     mixture = layout.model if c.model.replay_experts else None
@@ -204,11 +210,9 @@ def training(layout: Layout, learner: Learner) -> Iterator[tuple[str, jax.stages
 
 
 def token_flops(config: DecoderConfig, *, tokens: float, attended: float, predicted: float) -> float:
-    """Operations of a forward pass over `tokens` that attend to `attended` tokens each, in the mean.
-
-    Logits are computed at `predicted` positions in all. Every multiply-add of a matrix product counts as two. Norms,
-    rotations and softmax do not count.
-    """
+    """Operations of a forward pass over `tokens` that attend to `attended` tokens each, in the mean. Logits are
+    computed at `predicted` positions in all. Every multiply-add of a matrix product counts as two. Norms, rotations and
+    softmax do not count."""
     D, H = config.embed_dim, config.head_dim
     weights = 2 * D * config.num_heads * H + 2 * D * config.num_kv_heads * H + 3 * D * _hidden_units(config)
     if config.experts:
@@ -219,17 +223,15 @@ def token_flops(config: DecoderConfig, *, tokens: float, attended: float, predic
 
 def forward_flops(config: DecoderConfig, *, rows: int, length: int, predicted: int) -> float:
     """Operations of a forward pass over `rows` sequences of `length` tokens, with logits at `predicted` positions each.
-
-    Causal attention counts half of the scores.
-    """
+    Causal attention counts half of the scores."""
     return token_flops(config, tokens=rows * length, attended=length / 2, predicted=rows * predicted)
 
 
 def training_flops(
     config: DecoderConfig, *, rows: int, length: int, predicted: int, remat: str = "none", frozen: bool = False
 ) -> float:
-    """Operations of a forward and a backward pass over sequences as in `forward_flops`: three forward passes, and
-    recomputation.
+    """Operations of a forward and a backward pass over `rows` sequences of `length` tokens, with logits at `predicted`
+    positions each: three forward passes, and recomputation. Causal attention counts half of the scores.
 
     The logits of every chunk are computed again. A remat policy that keeps layer inputs only (`full`, `offload`) also
     computes the layers again, except the last product of each: no gradient needs its result. Attention's own backward

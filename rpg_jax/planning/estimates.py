@@ -24,12 +24,10 @@ from rpg_jax.runs.layout import Layout, row_shape
 
 
 def estimated_programs(layout: Layout, decoding: Decoding, resident: dict[str, float]) -> dict[str, Program]:
-    """The programs of a step with their operations, traffic and collectives; `resident` as for compiled programs.
-
-    The estimate leaves out activations that go to HBM and back between two products of a layer, copies, and gaps in
-    memory. The time also leaves out the traffic of remat=offload to the host and back. `own_peaks` gives the peaks of
-    the training programs.
-    """
+    """The programs of a step by name, with operations, traffic, collectives and peaks by arithmetic. `resident` has the
+    bytes that other programs' arrays take on a chip meanwhile, by program. The estimate leaves out activations that go
+    to HBM and back between two products of a layer, copies, and gaps in memory. The time also leaves out the traffic of
+    remat=offload to the host and back."""
     flops = operations(layout, decoding)
     return {
         name: Program(name, resident=resident[name], costs=costs, model_flops=costs.flops, peak=peak)
@@ -86,8 +84,8 @@ class Estimate:
       config: the resolved config.
       sizes: "trained", the numbers that an update changes, weights or adapters; and bytes: "base_bytes" of frozen
         weights, "state_bytes" of what is trained and of the optimizer's state, "sync_bytes" of a weight sync.
-      programs: see `estimated_programs`.
-      step: see `run_plan.step_figures`.
+      programs: the programs of a step by name, as `estimated_programs` makes them.
+      step: the time of a step and of the run, as `run_plan.step_figures` returns it.
     """
 
     config: ConfigDict
@@ -96,15 +94,18 @@ class Estimate:
     step: dict[str, Any]
 
     def peak(self, *, sampling: bool) -> float:
-        """Bytes of HBM at the peak of the largest program of sampling or training, with other programs' arrays."""
+        """Bytes of HBM at the peak of the largest program of the rollout (`sampling` True) or of training (False), with
+        the arrays of other programs."""
         return max(p.hbm for name, p in self.programs.items() if (name in SAMPLING) == sampling)
 
     def fits(self, topology: Topology) -> bool:
-        """Whether sampling fits in the HBM of a chip, and training fits in the share `memory.TRUSTED` of the HBM."""
+        """Whether sampling fits in the HBM of a chip, and training in the share `memory.TRUSTED` (0.8) of the HBM."""
         hbm = topology.chip.hbm
         return self.peak(sampling=True) <= hbm and self.peak(sampling=False) <= memory.TRUSTED * hbm
 
     def as_dict(self, topology: Topology) -> dict[str, Any]:
+        """The estimate for JSON: "fits", the entries of `sizes`, "training_peak_bytes", "sampling_peak_bytes" and
+        "step"."""
         return {
             "fits": self.fits(topology),
             **self.sizes,
@@ -115,7 +116,8 @@ class Estimate:
 
 
 def estimate(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> Estimate:
-    """Estimates the memory and the time of a resolved config by arithmetic; no program is compiled.
+    """Estimates the memory and the time of a resolved config by arithmetic; no program is compiled. `lengths` None: as
+    `run_plan.lengths_of` assumes.
 
     Raises:
       ValueError: libtpu, which describes the devices of a slice, is not installed, or sizes in the config conflict.
@@ -138,11 +140,13 @@ def estimate(config: ConfigDict, topology: Topology, lengths: Lengths | None = N
 
 
 def search(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> dict[str, Estimate]:
-    """The settings that fit by arithmetic, the fastest first, as "FIELD=VALUE,FIELD=VALUE".
+    """The settings that fit by arithmetic as "FIELD=VALUE,FIELD=VALUE", the fastest expected step first; {} if none
+    fits.
 
     A search tries: 1 to 8 chips for a copy of the decoding weights, within one host; a cache in bf16 or in int8, with
     the slots that fill the memory; and three remat policies, each with the largest micro-batch that fits. Rows are
-    spread over two or four chips, with `mesh.context`, only if no setting fits without this spread.
+    spread over two or four chips, with `mesh.context`, only if no setting fits without this spread. Settings with which
+    the config cannot run are left out. `lengths` None: as `run_plan.lengths_of` assumes.
     """
     tried = {
         "rollout.tensor": [n for n in (1, 2, 4, 8) if topology.host.chips % n == 0],

@@ -35,6 +35,7 @@ class Costs:
     launches: float = 0.0
 
     def add(self, other: Costs, times: float = 1) -> None:
+        """Adds `times` the costs of `other` to these costs."""
         self.flops += times * other.flops
         self.bytes += times * other.bytes
         self.launches += times * other.launches
@@ -43,7 +44,9 @@ class Costs:
 
 
 def count(text: str, *, cheapest: bool = False) -> Costs:
-    """The costs of `compiled.as_text()`; of a condition, the dearest branch counts, or the `cheapest`."""
+    """The costs on one device of a compiled program, whose optimised HLO is `text`, the result of `compiled.as_text()`.
+    Of a condition, the branch with most operations and bytes counts, or with `cheapest` the branch with fewest. Raises
+    ValueError if the groups of a collective are written in a form that is not known."""
     module = _Module(text, min if cheapest else max)
     return module.costs(module.entry)
 
@@ -157,10 +160,8 @@ def _received(kind: str, group: int) -> float:
 
 
 def _ragged_bytes(i: Instruction, types: dict[str, str]) -> float:
-    """Bytes of the decode kernels. Their operand is the cache of all layers.
-
-    Attention reads one layer, which counts as full. The write of a token moves tiles that are too small to count.
-    """
+    """Bytes of the decode kernels. Their operand is the cache of all layers. Attention reads one layer, which counts as
+    full. The write of a token moves tiles that are too small to count."""
     total = bytes_of(i.type) if i.name.startswith("ragged_attention") else 0.0
     for operand in i.operands:
         kind = types.get(operand, "")
@@ -187,9 +188,7 @@ def _flops(i: Instruction, types: dict[str, str]) -> float:
 
 def _convolution(i: Instruction, types: dict[str, str]) -> float:
     """2 · out batch · out features · in features · pairs of output and window positions that meet inside the input.
-
-    XLA:TPU writes batched products as convolutions whose windows lie mostly over padding.
-    """
+    XLA:TPU writes batched products as convolutions whose windows lie mostly over padding."""
     left, right, out = captured(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
     lhs, rhs = (shape_of(types[o]) for o in i.operands[:2])
     result = shape_of(i.type)
@@ -214,11 +213,9 @@ def _convolution(i: Instruction, types: dict[str, str]) -> float:
 
 
 def _kernel(i: Instruction, types: dict[str, str]) -> float:
-    """Operations of a Pallas kernel.
-
-    Causal splash attention has two products forward, three for dq, four for dk and dv, over half of the scores. A
-    grouped product takes every row once, with one matrix (`gmm`) or with a row of the other operand (`tgmm`).
-    """
+    """Operations of a Pallas kernel. Causal splash attention has two products forward, three for dq, four for dk and
+    dv, over half of the scores. A grouped product takes every row once, with one matrix (`gmm`) or with a row of the
+    other operand (`tgmm`)."""
     if i.name.startswith(("gmm", "tgmm")):
         rows = [dims for o in i.operands for _, dims, _ in arrays_of(types[o]) if len(dims) == 2]
         width = rows[1][-1] if i.name.startswith("tgmm") else shape_of(i.type)[-1]
@@ -242,7 +239,8 @@ _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation: `name = type op(operands), attributes`; `root` gives the computation's result."""
+    """One line of a computation: `name = type op(operands), attributes`; `root` marks the line of the computation's
+    result. The names of operands have no "%". For a parameter or constant the attributes begin with `op(`."""
 
     name: str
     type: str
@@ -252,12 +250,13 @@ class Instruction:
     root: bool
 
     def called(self, attribute: str) -> str:
-        """The computation that an attribute names; "" without the attribute."""
+        """The name of the computation that the attribute `attribute` names, without "%"; "" without the attribute."""
         return next(iter(captured(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)), "")
 
 
 def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    """The instructions of each computation in `compiled.as_text()`, by name, and the entry's name; "" if none."""
+    """Reads optimised HLO: the instructions of each computation in order, by the computation's name, and the name of
+    the entry computation, "" if there is none. Other lines are skipped."""
     found: dict[str, list[Instruction]] = {}
     entry = ""
     for line in text.splitlines():
@@ -299,18 +298,19 @@ def _closing(text: str) -> int:
 
 
 def arrays_of(kind: str) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """The arrays of a type: dtype, shape, layout."""
+    """Yields (dtype, shape, layout) of each array in the HLO type `kind`; the layout is "" if the type gives none."""
     for dtype, dims, layout in _ARRAY.findall(kind):
         yield dtype, tuple(int(d) for d in dims.split(",") if d), layout
 
 
 def shape_of(kind: str) -> tuple[int, ...]:
-    """The shape of a type's first array."""
+    """The shape of the first array in the HLO type `kind`. Raises StopIteration if there is no array."""
     return next(arrays_of(kind))[1]
 
 
 def bytes_of(kind: str, everywhere: bool = False) -> float:
-    """Bytes of a type's arrays in HBM, or in all memories if `everywhere`. An array with layout S(n) is not in HBM."""
+    """Bytes of the arrays in the HLO type `kind` that are in HBM, or with `everywhere` in any memory. An array with
+    layout S(n) is not in HBM."""
     total = 0.0
     for dtype, dims, layout in arrays_of(kind):
         width = _BYTES.get(dtype) or (int(match[0]) / 8 if (match := re.search(r"\d+", dtype)) else 0)
@@ -320,10 +320,8 @@ def bytes_of(kind: str, everywhere: bool = False) -> float:
 
 
 def replica_group_size(attributes: str) -> int:
-    """Devices in a replica group; 2 if the text does not say.
-
-    Raises ValueError if the groups are written in a form that is not known.
-    """
+    """Devices in a replica group of a collective, by the attributes of its HLO; 2 if they do not say. Raises ValueError
+    if the groups are written in a form that is not known."""
     if iota := captured(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
         return int(iota[0])
     if listed := captured(r"replica_groups=\{\{([\d,]*)\}", attributes):

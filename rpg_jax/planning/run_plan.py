@@ -30,9 +30,12 @@ from rpg_jax.runs.teacher import reference_layout
 def plan(
     config: ConfigDict, topology: Topology, only: Sequence[str] | None = None, *, lengths: Lengths | None = None
 ) -> tuple[dict[str, Program], dict[str, Any]]:
-    """Compiles every program of the run for `topology`, or the programs named in `only`.
+    """Compiles every program of the run for `topology`, or the programs named in `only`; a line on stderr announces
+    each.
 
-    Returns (programs, `step_figures`). There are no figures if a program is missing or does not fit in HBM.
+    Returns:
+      The programs by name, and the result of `step_figures`, which is {} if `only` is given or a program does not fit
+        in HBM. `lengths` None: as `lengths_of` assumes.
 
     Raises:
       ValueError: no compiler for TPUs here, mesh and sizes of the config conflict, or `rollout.devices` is set.
@@ -58,8 +61,9 @@ def plan(
 
 
 def parts_on(config: ConfigDict, topology: Topology) -> tuple[Layout, Learner, Decoding, dict[str, float]]:
-    """The layout of a config on a slice, with the micro-batch that a run would take there, its learner, how it decodes,
-    and for each program the bytes that other parts of the run hold on a chip meanwhile."""
+    """Returns the layout of a config on a slice, with the micro-batch that a run would take there, its learner, how it
+    decodes, and for each program the bytes that other parts of the run hold on a chip meanwhile. Raises ValueError if
+    there is no compiler for TPUs here, or mesh and sizes of the config conflict."""
     place = topology.devices(), topology.host.devices(), topology.chip.hbm
     layout = memory.with_micro_batch(make_layout(config, vocabulary(config), *place))
     learner, decoding = make_learner(layout), memory.make_decoding(layout)
@@ -68,9 +72,7 @@ def parts_on(config: ConfigDict, topology: Topology) -> tuple[Layout, Learner, D
 
 def with_known_shapes(config: ConfigDict) -> ConfigDict:
     """`config`, or a copy without `model.path` and `model.tokenizer` if the model at `model.path` cannot be read here.
-
-    Only a config with `model.size`, which gives the shapes, is copied. A line on stderr says the reason.
-    """
+    Only a config with `model.size`, which gives the shapes, is copied. A line on stderr says the reason."""
     m = config.model
     if not (m.path and m.size):
         return config
@@ -83,7 +85,8 @@ def with_known_shapes(config: ConfigDict) -> ConfigDict:
 
 
 def vocabulary(config: ConfigDict) -> int | None:
-    """The size of the vocabulary of a tokenizer that the run trains; None for a published model. Leaves no files."""
+    """The size of the vocabulary of a tokenizer that the run trains, which this function trains too and then deletes.
+    None for a config with `model.path` or `model.size`."""
     if config.model.path or config.model.size:
         return None
     task, stage = Task.from_config(config), make_stage(config)
@@ -95,7 +98,8 @@ def vocabulary(config: ConfigDict) -> int | None:
 
 
 def lengths_of(config: ConfigDict, *, mean: float = 0, prompt: float = 0) -> Lengths:
-    """The lengths that a plan assumes. 0 means: half of rollout.max_tokens, and `PROMPT_TOKENS`."""
+    """The lengths that a plan assumes, in tokens. `mean` 0: completions of half of rollout.max_tokens. `prompt` 0:
+    prompts of `PROMPT_TOKENS`, or half of task.max_prompt_tokens if that is less."""
     limit, usual = config.rollout.max_tokens, min(PROMPT_TOKENS, config.task.max_prompt_tokens / 2)
     part = config.rollout.partial_tokens or math.inf
     return Lengths(prompt=prompt or usual, mean=mean or limit / 2, spread=SPREAD, limit=limit, part=part)
@@ -104,10 +108,9 @@ def lengths_of(config: ConfigDict, *, mean: float = 0, prompt: float = 0) -> Len
 def exchange(
     layout: Layout, decoding: Decoding, held: Mapping[str, float], on: Topology, lengths: Lengths
 ) -> dict[str, Program]:
-    """The exchange of a step's groups between hosts as a program; {} with one host. `held` is as in `parts_on`.
-
-    A chip holds a piece of every host and its own, beside the weights that decode.
-    """
+    """The exchange of a step's groups between hosts as {"exchange": Program}; {} with one host. `held` has the bytes
+    that other parts of the run hold on a chip, by program. A chip holds a piece of every host and its own, beside the
+    weights that decode."""
     if not (size := work_of(layout, decoding, lengths, on).exchanged):
         return {}
     costs = hlo.Costs(0.0, 0.0, {"all-gather": size}, launches=math.ceil(size / (on.hosts - 1) / hosts.PIECE))
@@ -121,14 +124,16 @@ HELD_OUT = {"aime-2024": 30, "aime25": 30, "amc-23": 40, "minerva": 272, "olympi
 
 
 def held_out_problems(config: ConfigDict) -> int:
-    """The problems of all held-out sets. A set whose size is unknown counts as `evaluation.problems`, the limit."""
+    """The problems of all held-out sets of a config, an upper bound. A set with more problems than
+    `evaluation.problems`, or of unknown size, counts as `evaluation.problems`."""
     sources = [entry.partition("=")[2] for entry in listed(config.task.held_out_sets or "held out")]
     most = config.evaluation.problems
     return sum(min(most, HELD_OUT.get(source, most)) for source in sources)
 
 
 def work_of(layout: Layout, decoding: Decoding, lengths: Lengths, on: Topology) -> Work:
-    """The work of a step of the config on a slice, and of its evaluations."""
+    """The work of a step of the layout's config on the slice `on`, and of the run's evaluations, for completions of
+    `lengths`."""
     c, shape = layout.config, row_shape(layout.config)
     policy, reference = (parameter_count(model) for model in (layout.model, reference_layout(layout).model))
     passes = c.train.epochs if c.loss.estimator == "exact" else reference_differs(c)
@@ -163,17 +168,16 @@ def work_of(layout: Layout, decoding: Decoding, lengths: Lengths, on: Topology) 
 
 
 def _run(model: DecoderConfig, lengths: Lengths, length: int) -> float:
-    """Share of a packed row's operations that run: attention skips blocks without two tokens of one completion.
-
-    A token attends to its completion and, in the mean, to no more than a block of other tokens.
-    """
+    """Share of a packed row's operations that run: attention skips blocks without two tokens of one completion. A token
+    attends to its completion and, in the mean, to no more than a block of other tokens."""
     attended = min(length / 2, lengths.attended_in_training + splash.BLOCK)
     within, whole = (token_flops(model, tokens=1, attended=n, predicted=1) for n in (attended, length / 2))
     return within / whole
 
 
 def decode_step_of(layout: Layout, decoding: Decoding, program: Program) -> DecodeStep:
-    """The costs of a decode step, from the costs of its program. The program's costs count the cache as full."""
+    """The costs of a decode step on one chip, from the costs of its program `program`, which count the cache as
+    full."""
     assert decoding.mesh is not None, "a plan decodes on a mesh"
     model, slots, chips = layout.model, decoding.slots, decoding.mesh.size
     cache = memory.cache_bytes(model, decoding)
@@ -193,10 +197,13 @@ def decode_step_of(layout: Layout, decoding: Decoding, program: Program) -> Deco
 def step_figures(
     layout: Layout, decoding: Decoding, programs: Mapping[str, Program], on: Topology, lengths: Lengths
 ) -> dict[str, Any]:
-    """Time of a step, with its share of the run's evaluations, and of the run; and the phase that binds.
+    """The time of a step, with its share of the run's evaluations, and of the run, for JSON and tables.
 
-    `bound` is at the peaks of the chip; `fastest` and `slowest` are expected at the ends of `HBM_BAND`.
-    Prompts include dynamic sampling's oversampling.
+    `bound` is at the peaks of the chip, `expected` at the expected rates; `fastest` and `slowest` are expected at the
+    ends of `HBM_BAND`. These four are results of `Phases.as_dict`. `binds` names the longest phase of the expected
+    step, and its share. Further keys count a step's prompts, with dynamic sampling's oversampling, its completions,
+    micro-batches and slots, the mean lengths in tokens, and the run's steps, evaluations and completions of an
+    evaluation.
     """
     work, step = work_of(layout, decoding, lengths, on), decode_step_of(layout, decoding, programs["decode"])
     slowest, fastest = (EXPECTED._replace(hbm=hbm) for hbm in HBM_BAND)

@@ -74,8 +74,9 @@ class Work:
 def phases(
     work: Work, step: DecodeStep, programs: Mapping[str, Program], on: Topology, rates: Rates = EXPECTED
 ) -> Phases:
-    """Seconds of the phases at `rates`: whole micro-batches and dispatches, a latency for each collective, and slots
-    that empty in the end. The wait for the slowest host is left out: 1 to 4 %. An evaluation has completions of the
+    """Seconds of the phases of a step of `work` on one of the chips of `on`, at `rates`: whole micro-batches and
+    dispatches, a latency for each collective, and slots that empty in the end. `step` is a decode step, and `programs`
+    are the others by name. The wait for the slowest host is left out: 1 to 4 %. An evaluation has completions of the
     same lengths; a step has its share of the run's evaluations."""
     run = {name: 1.0 if name in SAMPLING else work.run for name in programs}
     seconds = {name: program.expected(on.chip, rates, run[name]) for name, program in programs.items()}
@@ -106,7 +107,7 @@ def phases(
 
 @dataclasses.dataclass(frozen=True)
 class Phases:
-    """Seconds of each phase of a step of `work` on the slice `on`."""
+    """Seconds of each phase of a step of `work` on the slice `on`, planned at `rates`. Phases follow each other."""
 
     seconds: Mapping[str, float]
     work: Work
@@ -115,22 +116,23 @@ class Phases:
 
     @property
     def total(self) -> float:
+        """Seconds of a step, the sum of all phases."""
         return sum(self.seconds.values())
 
     @property
     def beside_servers(self) -> float:
-        """Seconds of a step if these chips only train, and as many other chips sample one step ahead.
-
-        Training stands still while a host copies its part of the weights to its memory. Meanwhile servers sample, the
-        part is written, and then every server reads all weights: a step takes at least as long as both. Servers
-        sample the evaluations too.
-        """
+        """Seconds of a step if these chips only train, and as many other chips sample one step ahead. Training stands
+        still while a host copies its part of the weights to its memory. Meanwhile servers sample, the part is written,
+        and then every server reads all weights: a step takes at least as long as both. Servers sample the evaluations
+        too."""
         rollout = sum(s for name, s in self.seconds.items() if name.startswith(("prefill", "decode", "exchange")))
         evaluations, part = self.seconds.get("evaluations", 0.0), self.work.synced / self.on.hosts / self.rates.host
         training = self.total - rollout - evaluations + part
         return max(rollout, training, part + self.work.synced / self.rates.host) + evaluations
 
     def as_dict(self) -> dict[str, Any]:
+        """The times for JSON: "phases", seconds of each; "seconds" and "seconds_beside_servers" of a step; "days" of
+        the run; and "dollars" of the run and "step_dollars", at list prices, None if the chip's price is not known."""
         hours, hourly = self.work.steps * self.total / 3600, self.on.hourly
         return {
             "phases": dict(self.seconds),
@@ -170,11 +172,9 @@ class DecodeStep:
 def decode(
     step: DecodeStep, completions: float, lengths: Lengths, chip: Chip, rates: Rates = EXPECTED
 ) -> dict[str, float]:
-    """Seconds of each part of decoding. The parts follow each other.
-
+    """Seconds of each part of decoding `completions` on a mesh, all steps together. The parts follow each other.
     weights: every step reads the weights and multiplies all slots, also idle slots. cache: attention reads the filled
-    part. latency: collectives. host: the time between dispatches. At the end the slots become idle one by one.
-    """
+    part. latency: collectives. host: the time between dispatches. At the end the slots become idle one by one."""
     tokens = completions * lengths.mean
     steps, positions = decode_steps(completions, lengths, step.slots), tokens / step.slots * lengths.attended
     bandwidth, flops = rates.hbm * chip.hbm_bandwidth, rates.flops * chip.flops
@@ -207,15 +207,13 @@ class Lengths:
 
     @property
     def mean_square(self) -> float:
-        """E[n²] = m² (1 + c²)."""
+        """E[n²] = m² (1 + c²) of the lengths n of completions, in tokens²."""
         return self.mean**2 * (1 + self.spread**2)
 
     @property
     def attended(self) -> float:
-        """Cached tokens that a decoded token attends to, on average over all decoded tokens.
-
-        The tokens of a completion of n tokens attend to p, p + 1, …, p + n - 1. The mean is p + (E[n²] / E[n] - 1) / 2.
-        """
+        """Cached tokens that a decoded token attends to, on average over all decoded tokens. The tokens of a completion
+        of n tokens attend to p, p + 1, …, p + n - 1. The mean is p + (E[n²] / E[n] - 1) / 2."""
         return self.prompt + (self.mean_square / self.mean - 1) / 2
 
     @property
@@ -226,15 +224,15 @@ class Lengths:
 
     @property
     def longest(self) -> float:
-        """The longest of many completions in a step: four standard deviations above the mean, at most the limit."""
+        """The tokens of the longest of many parts in a step: four standard deviations above the mean completion, at
+        most the limit and the most tokens of a part."""
         return min(self.limit, self.part, self.mean * (1 + 4 * self.spread))
 
     @property
     def begun(self) -> list[tuple[float, float]]:
-        """(tokens that its prefill reads, share of the completions that reach it) of each later part of completions.
-
-        Lengths are taken as normally distributed, with this mean and spread.
-        """
+        """(tokens that its prefill reads, share of the completions that reach it) of each later part of completions, in
+        their order; [] if a completion has one part. Lengths are taken as normally distributed, with this mean and
+        spread."""
         if self.part >= self.limit:
             return []
         drawn = [k * self.part for k in range(1, math.ceil(self.limit / self.part))]
@@ -243,10 +241,11 @@ class Lengths:
 
 
 def decode_steps(completions: float, lengths: Lengths, slots: float) -> float:
-    """Decode steps of `completions` a step of the run in `slots`, where a free slot is refilled at once.
+    """Decode steps in which `slots` draw `completions`, the completions of a step of the run; a free slot is refilled
+    at once.
 
-    A completion is one part, or has later parts as `lengths.begun` says. With parts of m tokens in the mean, slots /
-    m parts end at a step. So the last part starts at step m (parts - slots) / slots, and takes at most `longest` steps.
+    A completion is one part, or has later parts as `lengths.begun` says. With parts of m tokens in the mean, slots / m
+    parts end at a step. So the last part starts at step m (parts - slots) / slots, and takes at most `longest` steps.
     For one to two parts a slot the sum is up to a fifth low, because parts of like length end together.
     """
     parts = completions * (1 + sum(share for _, share in lengths.begun))

@@ -37,24 +37,27 @@ class Topology:
 
     @property
     def name(self) -> str:
+        """The name that `parse` reads, as "v5p:2x2x2*3"."""
         return f"{self.kind}:{'x'.join(map(str, self.shape))}" + (f"*{self.slices}" if self.slices > 1 else "")
 
     @property
     def chips(self) -> int:
-        """Devices as JAX shows them: chips, or on v7x TensorCores."""
+        """Devices of all slices as JAX shows them: chips, or on v7x TensorCores."""
         return math.prod(self.shape) * self.slices * self.chip.cores
 
     @property
     def hourly(self) -> float | None:
-        """US dollars of an hour on demand; None if not known."""
+        """US dollars of all slices for an hour on demand; None if the chip's price is not known."""
         return None if self.chip.price is None else self.chips / self.chip.cores * self.chip.price
 
     @property
     def chip(self) -> Chip:
+        """The peaks and the price of the chip `kind`."""
         return CHIPS[self.kind]
 
     @property
     def hosts(self) -> int:
+        """The number of hosts of all slices."""
         return self.chips // self.host.chips
 
     @property
@@ -64,10 +67,9 @@ class Topology:
         return Topology(self.kind, shape)
 
     def devices(self) -> list[jax.Device]:
-        """Devices to compile for, without a TPU.
-
-        Raises ValueError if libtpu, which holds the compiler, is not installed.
-        """
+        """Devices of all slices to compile for, without a TPU. Sets environment variables that libtpu reads. If the
+        compiler is in the folder of its own, JAX's platform in this process becomes the CPU. Raises ValueError if
+        libtpu, which holds the compiler, is not installed."""
         import jax  # a launcher and --get_compiler ask for the compiler alone, and need not wait for JAX
         from jax.experimental.topologies import get_topology_desc
 
@@ -97,10 +99,8 @@ _QUIET = {
 
 
 def parse(name: str) -> Topology:
-    """Parses the name of a slice or of several slices.
-
-    Raises ValueError for an unknown slice; the message lists the known slices.
-    """
+    """The slice or slices of the name KIND:SHAPE or KIND:SHAPE*SLICES. Raises ValueError for an unknown slice; the
+    message lists the known slices."""
     match = re.fullmatch(r"(\w+):([\dx]+)(?:\*([1-9]\d*))?", name)
     if not match or match[1] not in CHIPS or match[2] not in CHIPS[match[1]].shapes:
         listed = "; ".join(f"{kind}: {' '.join(chip.shapes)}" for kind, chip in CHIPS.items())
@@ -109,18 +109,20 @@ def parse(name: str) -> Topology:
 
 
 def compiler_folder() -> Path:
-    """Where `get_compiler` puts the compiler: beside the packages of this environment, by the version of JAX."""
+    """The folder where `get_compiler` puts the compiler, made or not: in this environment, named after JAX's
+    version."""
     return Path(sys.prefix) / "tpu_compiler" / importlib.metadata.version("jax")
 
 
 def compiler_requirement() -> str:
-    """The versions of libtpu that the installed JAX takes, e.g. "libtpu==0.0.42.*"."""
+    """The versions of libtpu that the installed JAX takes, as pip reads them, e.g. "libtpu==0.0.42.*"."""
     needed = importlib.metadata.requires("jax") or []
     return next(line.partition(";")[0].strip() for line in needed if line.startswith("libtpu"))
 
 
 def compiler_library() -> Path | None:
-    """The compiler's shared library: Python's own, or the library in `compiler_folder`. None if both are missing."""
+    """The compiler's shared library: of the libtpu that Python can import, else in `compiler_folder`. None if both are
+    missing."""
     if found := importlib.util.find_spec("libtpu"):
         return Path(found.origin or "").with_name("libtpu.so")
     own = compiler_folder() / "libtpu" / "libtpu.so"
@@ -128,10 +130,9 @@ def compiler_library() -> Path | None:
 
 
 def get_compiler() -> str:
-    """Installs the compiler into `compiler_folder` by pip if it is missing. Returns a line that names the place.
-
-    Raises ValueError if pip failed, and has printed why.
-    """
+    """Installs the compiler into `compiler_folder` by pip if there is none, which takes minutes. Returns a line that
+    names the place. Compilers for other versions of JAX are deleted. Raises ValueError if pip failed, and has printed
+    why."""
     if found := compiler_library():
         return f"the compiler for TPUs is there: {found}"
     home = compiler_folder()
