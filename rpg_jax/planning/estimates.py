@@ -94,8 +94,7 @@ class Estimate:
     step: dict[str, Any]
 
     def peak(self, *, sampling: bool) -> float:
-        """Bytes of HBM at the peak of the largest program of the rollout (`sampling` True) or of training (False), with
-        the arrays of other programs."""
+        """Bytes of HBM at the peak of the largest program of the rollout (`sampling` True) or of training (False)."""
         return max(p.hbm for name, p in self.programs.items() if (name in SAMPLING) == sampling)
 
     def fits(self, topology: Topology) -> bool:
@@ -104,8 +103,7 @@ class Estimate:
         return self.peak(sampling=True) <= hbm and self.peak(sampling=False) <= memory.TRUSTED * hbm
 
     def as_dict(self, topology: Topology) -> dict[str, Any]:
-        """The estimate for JSON: "fits", the entries of `sizes`, "training_peak_bytes", "sampling_peak_bytes" and
-        "step"."""
+        """The estimate for JSON: "fits", the `sizes`, "training_peak_bytes", "sampling_peak_bytes" and "step"."""
         return {
             "fits": self.fits(topology),
             **self.sizes,
@@ -117,11 +115,8 @@ class Estimate:
 
 def estimate(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> Estimate:
     """Estimates the memory and the time of a resolved config by arithmetic; no program is compiled. `lengths` None: as
-    `run_plan.lengths_of` assumes.
-
-    Raises:
-      ValueError: libtpu, which describes the devices of a slice, is not installed, or sizes in the config conflict.
-    """
+    `run_plan.lengths_of` assumes. Raises ValueError if libtpu, which describes the devices of a slice, is not
+    installed, or sizes in the config conflict."""
     layout, learner, decoding, held = run_plan.parts_on(config, topology)
     lengths = lengths or run_plan.lengths_of(config)
     programs = estimated_programs(layout, decoding, held)
@@ -140,19 +135,19 @@ def estimate(config: ConfigDict, topology: Topology, lengths: Lengths | None = N
 
 
 def search(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> dict[str, Estimate]:
-    """The settings that fit by arithmetic as "FIELD=VALUE,FIELD=VALUE", the fastest expected step first; {} if none
-    fits.
+    """The settings that fit by arithmetic as "FIELD=VALUE,FIELD=VALUE", the fastest expected step first; {} if none.
 
     A search tries: 1 to 8 chips for a copy of the decoding weights, within one host; a cache in bf16 or in int8, with
     the slots that fill the memory; and three remat policies, each with the largest micro-batch that fits. Rows are
-    spread over two or four chips, with `mesh.context`, only if no setting fits without this spread. Settings with which
-    the config cannot run are left out. `lengths` None: as `run_plan.lengths_of` assumes.
+    spread over two or four chips, with `mesh.context`, only if no setting fits without this spread. Settings that the
+    config cannot run are left out. `lengths` None: as `run_plan.lengths_of` assumes. Raises ValueError without libtpu.
     """
     tried = {
         "rollout.tensor": [n for n in (1, 2, 4, 8) if topology.host.chips % n == 0],
         "rollout.int8_kv": (False, True),
         "model.remat": ("full", "offload", "none"),
     }
+    topology.devices()  # without libtpu every choice would fail below, as if none fitted
     unset, found = {"rollout.slots": None, "train.microbatch_size": None}, dict[str, Estimate]()
     for spread in ({}, {"mesh.context": 2}, {"mesh.context": 4}):
         for values in itertools.product(*tried.values()):

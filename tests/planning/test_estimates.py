@@ -74,6 +74,15 @@ def test_the_fastest_settings_that_fit_come_first():
     assert all(override.startswith("--config.") for override in again) and len(again) == 3, "--beside takes the name"
 
 
+def test_a_search_without_the_compiler_is_not_a_search_that_found_nothing(monkeypatch):
+    def absent(topology):
+        raise ValueError("needs the compiler for TPUs")
+
+    monkeypatch.setattr(run_plan.Topology, "devices", absent)
+    with pytest.raises(ValueError, match="needs the compiler for TPUs"):
+        estimates.search(resolve(qwen3_4b_8k.get_config()), SLICE)
+
+
 def test_rows_are_spread_over_chips_if_nothing_else_fits(monkeypatch):
     monkeypatch.setattr(estimates.Estimate, "fits", lambda one, topology: one.config.mesh.context == 2)
     found = estimates.search(resolve(qwen3_4b_8k.get_config()), SLICE)
