@@ -59,8 +59,8 @@ def _table(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def cell(value: Any) -> str:
-    """A value as the tables show it: numbers with separators, floats with four digits after the point or in powers of
-    ten, a dict as its entries that are not ""."""
+    """A value as the tables show it: numbers with separators, floats with at most four digits after the point or in
+    powers of ten, a dict as its entries that are not ""."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {one}" for name, one in value.items() if one != "")
     if isinstance(value, float):

@@ -43,8 +43,7 @@ _GIB = 2**30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Reads the command line `argv` (None: this process's), plans, and returns the exit code: 1 if the config does not
-    fit."""
+    """Reads the command line `argv` (None: this process's), plans, and returns the exit code: 1 if it does not fit."""
     parser = cli.parser("plan", __doc__)
     parser.add_config("configs/qwen3_4b_2k.py")
     parser.add_argument(
@@ -117,9 +116,9 @@ def show(
     figures: Mapping[str, Any],
     console: Console | None = None,
 ) -> None:
-    """Prints tables of the programs' memory and speed, of the step, and whether all programs fit. docs/plan.md explains
-    the columns. `figures` is the result of `run_plan.step_figures`; if it is empty, there is no table of the step.
-    `console` None: stdout."""
+    """Prints tables of the programs' memory and speed and of the step, and whether all programs fit, on `console`
+    (None: stdout). docs/plan.md explains the columns. `figures` is `run_plan.step_figures`' result; {} leaves the step
+    out."""
     console = console or screen.console()
     console.print(_memory(topology, programs), _speed(topology, programs))
     if figures:
@@ -163,8 +162,8 @@ def as_json(
     settings: Mapping[str, Estimate],
 ) -> dict[str, Any]:
     """The plan as one JSON object: the slice; "fits", None without programs; the programs by name; "step", the
-    `figures` of `run_plan.step_figures`; and the `settings` that were compared by arithmetic. Bytes and seconds are
-    those of one chip."""
+    `figures` of `run_plan.step_figures`; and the `settings` compared by arithmetic. Bytes and seconds are of one chip.
+    """
     chip = topology.chip
     return {
         "topology": topology.name,

@@ -55,8 +55,7 @@ class Case(NamedTuple):
       kernel: the implementation to compare with "xla".
       model: the published size that gives the shape.
       dtype: of the inputs, or "int8" for an int8 cache.
-      start: makes the inputs, equal for all implementations, and returns a call: `start(implementation, dtype,
-        **sizes)`.
+      start: `start(implementation, dtype, **sizes)` makes inputs, equal for all implementations, and returns a call.
       sizes: the size of each axis by its letter.
       limit: the largest `difference` that passes.
     """
@@ -76,12 +75,8 @@ def arguments(parser: cli.Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields the measurement of each kernel of this platform, a dict of fields. Progress goes to stderr.
-
-    Raises:
-      ValueError: --repeats is below 1.
-      cli.Ended: some kernel differs from XLA, or failed, after all measurements.
-    """
+    """Yields the measurement of each kernel of this platform, a dict of fields. Progress goes to stderr. Raises
+    ValueError if --repeats is below 1, and in the end `cli.Ended` if some kernel failed or differs from XLA."""
     if arguments.repeats < 1:
         raise ValueError(f"--repeats must be >= 1, got {arguments.repeats}")
     wrong = []
@@ -115,8 +110,7 @@ def measured(case: Case, repeats: int) -> dict[str, Any]:
 
 
 def cases(platform: str) -> Iterator[Case]:
-    """Yields every kernel of `platform`, "cpu", "gpu" or "tpu", in its shapes; none for a GPU without cuDNN's
-    attention."""
+    """Yields every kernel of `platform`, "cpu", "gpu" or "tpu", in its shapes; none for a GPU that lacks cuDNN's."""
     if platform == "gpu" and chosen(jnp.dtype("bfloat16"), 512, 64) != "cudnn":
         return
     small, dtype = platform == "cpu", "float32" if platform == "cpu" else "bfloat16"

@@ -35,12 +35,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, peers: Mapping[str, Peer] = MappingProxyType({})) -> Iterator[dict[str, Any]]:
     """Yields one measurement, a dict: medians over --repeats for each driver of seconds and tokens/s, and its decode
-    seconds, other seconds and slot occupancy. `peers`, by name, generate as many completions, in turn with the drivers;
-    they are closed.
-
+    seconds, other seconds and slot occupancy. `peers`, by name, generate as many completions, in turn; they are closed.
     The fields of the first driver, `orchestrator` where JetStream is installed, have no prefix. `peak_bytes` is the
-    memory of this process. Raises ValueError if --repeats is below 1, or a peer made another number of tokens.
-    """
+    memory of this process. Raises ValueError if --repeats is below 1, or a peer made another number of tokens."""
     if arguments.repeats < 1:
         raise ValueError(f"--repeats must be >= 1, got {arguments.repeats}")
     work = PRESETS[arguments.preset]

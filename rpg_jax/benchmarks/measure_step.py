@@ -53,9 +53,8 @@ def run(
     arguments: argparse.Namespace, start_peer: Callable[[Subject], Peer] | None = None
 ) -> Iterator[list[dict[str, Any]]]:
     """Yields one list with the measurement of each setting, a dict of fields. Progress goes to stderr. `start_peer`
-    starts another library on the first setting, whose updates take turns with ours, and is closed in the end. The
-    field `ratio` is our first median over the peer's. Raises ValueError if --repeats is below 1 or a setting is not
-    accepted."""
+    starts another library on the first setting, whose updates take turns with ours, and is closed in the end. The field
+    `ratio` is our first median over the peer's. Raises ValueError if --repeats is below 1 or a setting is wrong."""
     if arguments.repeats < 1:
         raise ValueError(f"--repeats must be >= 1, got {arguments.repeats}")
     settings = cli.settings(arguments.beside).items()
@@ -90,13 +89,9 @@ def run(
 
 
 class Contender:
-    """The compiled update of one setting, with its arrays. To make one compiles the update and runs it once.
-
-    Args:
-      one: the programs of the setting.
-      name: the setting, as --beside has it.
-      first_of_process: whether the seconds of the first update count from the start of this process.
-    """
+    """The compiled update of one setting, with its arrays. The constructor compiles the update and runs it once. `one`
+    has the programs, and `name` is the setting, as --beside has it. With `first_of_process`, the seconds of the first
+    update count from the start of this process."""
 
     def __init__(self, one: Subject, name: str, first_of_process: bool):
         self.one, self.name, began = one, name, time.perf_counter()
@@ -112,16 +107,15 @@ class Contender:
         self.times.clear()
 
     def update(self) -> None:
-        """Makes an update and waits for it; appends its seconds, and the seconds of CPU time that this process used, to
-        `times`."""
+        """Makes an update and waits for it; appends its seconds, and this process's seconds of CPU time, to `times`."""
         began, used = time.perf_counter(), time.process_time()
         with self.one.layout.activate():
             self.state, self.metrics = jax.block_until_ready(self.compiled(self.frozen, self.state, self.batch))
         self.times.append((time.perf_counter() - began, time.process_time() - used))
 
     def result(self, of: float | None = None) -> dict[str, Any]:
-        """The measurement over all updates as a dict of fields. `of` is the median seconds of the first column; None:
-        this is it."""
+        """The measurement over all updates as a dict of fields. `of` is the first column's median seconds; None
+        there."""
         one, (ours, used) = self.one, zip(*self.times, strict=True)
         layout, asked, seconds = one.layout, subject.asked_bytes(self.compiled), statistics.median(ours)
         trained, frozen, peak = bytes_on_a_device(one.learner.like.params), layout.abstract_base, subject.peak_flops()

@@ -46,7 +46,8 @@ class Peer(Protocol):
     def work(self) -> Mapping[str, Any]:
         """Works once more and returns its measurements, `seconds` among them."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the library's process."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +80,7 @@ PRESETS = {
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """The training programs of one config on its mesh, with their inputs. `name` is the preset's, or the config
-    file's."""
+    """A config's training programs on its mesh, with their inputs. `name` is that of the preset or the config file."""
 
     name: str
     layout: Layout
@@ -111,14 +111,12 @@ class Subject:
         return training_flops(self.layout.model, **sizes, frozen=self.layout.lora is not None)
 
     def state(self) -> TrainState:
-        """Random weights or adapters on the devices, and the optimizer's first state; `learner.like` has their
-        shapes."""
+        """Random weights or adapters on the devices, shaped as `learner.like`, and the optimizer's first state."""
         layout = self.layout
         return self.learner.create(_random(layout) if layout.lora is None else first_adapters(layout))
 
     def base(self) -> models.Base | None:
-        """Random frozen weights beside adapters, the first argument of a compiled program; None if all weights are
-        trained."""
+        """Random frozen weights beside adapters, the first argument of a program; None if all weights are trained."""
         return None if self.layout.lora is None else new_base(self.layout, _random)
 
     def batch(self) -> Batch:
@@ -161,10 +159,8 @@ def arguments(parser: cli.Parser) -> None:
 
 def chosen(arguments: argparse.Namespace, devices: Sequence[Any] | None = None, changes: Sequence[str] = ()) -> Subject:
     """The subject that the options choose, with the overrides `changes` ("--config.FIELD=VALUE"), on `devices` (None:
-    all devices). Without --config it is a preset, w1 by default.
-
-    Raises:
-      ValueError: an unknown field or file, --preset and --config together, or a config without a published model.
+    all devices). Without --config it is a preset, w1 by default. Changes how this process takes memory
+    (`cli.keep_pages`). Raises ValueError for an unknown field or file, for both options, and without a published model.
     """
     cli.keep_pages()
     if arguments.config and arguments.preset:

@@ -61,16 +61,14 @@ def attention(
 
 def attends(queries: jax.Array, keys: jax.Array) -> jax.Array:
     """Whether tokens may attend to earlier tokens, by the segment ids i32 of both, whose shapes broadcast: the ids are
-    equal, or the key's id is that of the query's prompt. The id of a segment modulo `types.BRANCH` is the id of its
-    prompt."""
+    equal, or the key's id is that of the query's prompt, which is the query's id modulo `types.BRANCH`."""
     return (queries == keys) | (queries % BRANCH == keys)
 
 
 def chosen(dtype: jnp.dtype, length: int, head: int) -> str:
-    """The implementation that "auto" means for rows of `length` tokens and heads of `head` numbers in `dtype`. "splash"
-    for a TPU. "cudnn" for a GPU if it can; else "xla". cuDNN takes bf16 and f16, and heads of a multiple of 8 up to
-    128; with a mask, its gradient needs an even length. It needs compute capability 8.0: a T4 has 7.5, and AMD's
-    capabilities are not numbers."""
+    """The implementation that "auto" means for rows of `length` tokens and heads of `head` numbers in `dtype`: "splash"
+    for a TPU, "cudnn" for a GPU where cuDNN can, else "xla". cuDNN takes bf16 and f16, and heads of a multiple of 8 up
+    to 128; with a mask, its gradient needs an even length. It needs NVIDIA's compute capability 8.0; a T4 has 7.5."""
     has_kernel = dtype in (jnp.bfloat16, jnp.float16) and length % 2 == 0 and head % 8 == 0 and head <= 128
     if platform() == "gpu" and has_kernel:
         major = jax.local_devices(backend="gpu")[0].compute_capability.partition(".")[0]
@@ -165,8 +163,7 @@ def decode_attention(
 
     Args:
       cache: a stacked cache of S slots, which does not hold the new tokens yet.
-      attend_length: a promise that no length is larger; without `ragged`, only so many tokens of a slot are read. None:
-        all.
+      attend_length: a promise that no length is larger; without `ragged`, no further tokens are read. None: no promise.
       ragged: whether a TPU kernel attends, which reads only the filled part of each slot.
     """
     if ragged:
@@ -193,8 +190,7 @@ def decode_attention(
 
 def layer_attention(q: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array) -> jax.Array:
     """Attention [S, N, H], in q's dtype, of one query [S, N, H] per slot over the first `lengths` i32[S] tokens of its
-    slot. `keys` [S, K, H, C] and `values` [S, K, C, H] are one layer of a cache, which holds the query's own token
-    already."""
+    slot. `keys` [S, K, H, C] and `values` [S, K, C, H] are one layer of a cache, which holds the query's own token."""
     past = _cached_logits(_grouped(q, keys.shape[1]), keys, lengths)
     past = jnp.exp(past - past.max(-1, keepdims=True))
     mixed = past.astype(q.dtype), values.astype(q.dtype)

@@ -52,8 +52,7 @@ class Llama3:
 @dataclasses.dataclass(frozen=True)
 class Rope:
     """Rotary position embedding: pair i of a head of size H turns by theta^(-2i/H) radians a position. `scaling`
-    extends the context; None is plain RoPE. `max_position_embeddings` is read and written with the config, but computes
-    nothing."""
+    extends the context; None is plain RoPE. `max_position_embeddings` is part of the config, but computes nothing."""
 
     theta: float = 1_000_000.0
     max_position_embeddings: int = 32_768

@@ -41,10 +41,13 @@ REMAT: dict[str, Callable | None] = {
 
 
 class Decoder(nnx.Module):
-    """Maps token ids to the hidden states after the final norm. Layers are stacked [L, ...] and scanned, so that
-    compile time does not grow with L. Activations are in `compute_dtype`, and weights are cast to it where they are
-    used. Norms, softmax and rotations are f32. Programs that call the model enter `full_precision`. Raises ValueError
-    if `REMAT` lacks `remat`, or `attention.IMPLEMENTATIONS` lacks `attention`."""
+    """Maps token ids to the hidden states after the final norm. `init` and `abstract` make it.
+
+    Layers are stacked [L, ...] and scanned, so that compile time does not grow with L. Weights are drawn by `seed` in
+    `param_dtype`. Activations are in `compute_dtype`, and weights are cast to it where they are used. Norms, softmax
+    and rotations are f32. Programs that call the model enter `full_precision`. Raises ValueError if `REMAT` lacks
+    `remat`, or `attention.IMPLEMENTATIONS` lacks `attention`.
+    """
 
     def __init__(self, config: DecoderConfig, seed, param_dtype, compute_dtype, remat: str, attention: str):
         if remat not in REMAT:
@@ -77,8 +80,7 @@ class Decoder(nnx.Module):
           segment_ids: i32[B, T], 0 for padding. A token attends to itself and the earlier tokens of its segment;
             completions may share a prompt as in `types.Rows`.
           axes: the logical axes of `tokens`.
-          experts: ints [B, T, L, k], the k experts of each token in each layer, in place of the routers' choice; None:
-            the routers choose.
+          experts: ints [B, T, L, k], the k experts of each token in each layer; None: the routers choose.
         """
         return self._forward(tokens, positions, segment_ids, axes, experts)[0]
 
@@ -89,9 +91,9 @@ class Decoder(nnx.Module):
         segment_ids: jax.Array,
         experts: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The forward pass of a training batch with the experts that it used. Arguments are those of `__call__`.
-        Returns hidden states [B, T, D] and the k experts of every token in every layer, [B, T, L, k] in
-        `Experts.dtype`; None in a dense model."""
+        """Takes a training batch through the model: tokens, positions and segment ids i32[B, T], and `experts`, ints
+        [B, T, L, k] in place of the routers' choice (None: the routers choose). Returns hidden states [B, T, D], and
+        the k experts of every token in every layer, [B, T, L, k] in `Experts.dtype`, or None in a dense model."""
         axes = ("batch", "length")
         hidden, _, used = self._forward(tokens, positions, segment_ids, axes, experts, keep_experts=True)
         return hidden, None if used is None else self._numbered(jnp.moveaxis(used, 0, 2))
@@ -100,11 +102,8 @@ class Decoder(nnx.Module):
         self, tokens: jax.Array, lengths: jax.Array, *, keep_experts: bool = False
     ) -> tuple[jax.Array, KVCache, jax.Array | None]:
         """A forward pass over the B prompts `tokens` i32[B, T], right-padded, of `lengths` i32[B], each at least 1.
-
-        Returns:
-          Hidden states [B, D] at each prompt's last token; a cache of B slots of capacity T with the prompts' keys and
-            values; and with `keep_experts` in a mixture the experts [B, T, L, k] in `Experts.dtype`, else None.
-        """
+        Returns hidden states [B, D] at each prompt's last token; a cache of B slots of capacity T with the prompts'
+        keys and values; and with `keep_experts` in a mixture the experts [B, T, L, k] in `Experts.dtype`, else None."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
         how = {"keep_kv": True, "keep_experts": keep_experts}
@@ -116,17 +115,14 @@ class Decoder(nnx.Module):
     def extend(
         self, tokens: jax.Array, lengths: jax.Array, cache: KVCache, slots: jax.Array, starts: jax.Array
     ) -> tuple[jax.Array, KVCache]:
-        """Continues P slots of a cache by several tokens each. Experts are not recorded.
+        """Continues P slots of a cache by several tokens each. Returns hidden states [P, D] at the last new token of
+        each row, which mean nothing for length 0, and the cache with the new tokens. Experts are not recorded.
 
         Args:
           tokens: i32[P, T], right-padded. They attend to themselves and to all tokens before them in their slot.
           lengths: i32[P], the number of new tokens of each row; 0 writes nothing.
           cache: a stacked cache. Its `lengths` are not read and stay.
           slots, starts: i32[P], the slot of each row, and its tokens so far.
-
-        Returns:
-          Hidden states [P, D] at the last new token of each row (no meaning for length 0), and the cache with the new
-            tokens.
         """
         axes = (None, None)
         table = rope_tables(self.config, starts[:, None] + jnp.arange(tokens.shape[1]))
@@ -156,18 +152,14 @@ class Decoder(nnx.Module):
         """One decode step: takes one new token per slot, i32[S], through the model. Slots are independent.
 
         Token s is written at cache.lengths[s] and attends to itself and to all tokens before it. Every length grows by
-        1. Raises ValueError if `attend_length` is not in 1 to the cache's capacity.
+        1. Returns hidden states [S, D] of the new tokens, the cache that holds them, and their k experts [S, L, k] in
+        `Experts.dtype`, or None in a dense model. Raises ValueError unless 1 <= attend_length <= capacity.
 
         Args:
-          attend_length: static; the caller promises that no slot has more tokens. Only so many tokens are read. None:
-            all.
+          attend_length: static; the caller promises that no slot has more tokens, and no more are read. None: all are.
           active: bool[S]; a slot outside this mask keeps its entries. None: all slots are active.
           layers: the result of `unstacked_layers`, for an unstacked cache. The layers are then not scanned, and
             `attend_length` counts the new token, too.
-
-        Returns:
-          Hidden states [S, D] of the new tokens, the cache that holds them, and their k experts [S, L, k] in
-            `Experts.dtype`, or None in a dense model.
         """
         limit = cache.capacity if attend_length is None else attend_length
         if not 0 < limit <= cache.capacity:
@@ -223,8 +215,8 @@ class Decoder(nnx.Module):
         return few and self.decode_attention == "xla" and platform() == "cpu"
 
     def unstacked_layers(self) -> list[Params]:
-        """The weights of each layer, a nested dict for each. XLA slices the weights at this call, so call it outside
-        the loop over tokens."""
+        """The weights of each layer, a nested dict each. It slices the weights: call it outside the loop over
+        tokens."""
         weights = nnx.state(self.layers)
         return [jax.tree.map(lambda x, i=i: x[i], weights) for i in range(self.config.num_layers)]
 
@@ -295,8 +287,7 @@ def abstract(
 
 
 def logical_axes(config: DecoderConfig) -> Params:
-    """The nested dict of a model's params, with a tuple in place of each array: the logical name of each dimension, or
-    None."""
+    """The nested dict of a model's params with the logical names of an array's dimensions, a tuple, for each array."""
     state = nnx.state(nnx.eval_shape(lambda: Decoder(config, 0, jnp.float32, jnp.float32, "none", "auto")), nnx.Param)
     axes = jax.tree.map(lambda p: p.get_metadata("axes"), state, is_leaf=lambda x: isinstance(x, nnx.Param))
     return nnx.to_pure_dict(axes)
@@ -312,7 +303,8 @@ def init(
     attention: str = "auto",
     shardings: Params | None = None,
 ) -> tuple[nnx.GraphDef, Params]:
-    """Draws a model: `nnx.merge(graphdef, params)` is the module, `params` a nested dict of arrays.
+    """Draws a model: `nnx.merge(graphdef, params)` is the module, `params` a nested dict of arrays. Raises ValueError
+    for an unknown `remat` or `attention`.
 
     Args:
       seed: the weights depend on `seed`, `config` and `param_dtype` only.
@@ -320,8 +312,6 @@ def init(
       remat: a name in `REMAT`, what the forward pass keeps for the backward pass.
       attention: a name in `attention.IMPLEMENTATIONS`.
       shardings: a tree of shardings like `params`; weights are drawn directly into it. None: on the default device.
-
-    Raises ValueError for an unknown `remat` or `attention`.
     """
     graphdef, _ = abstract(config, param_dtype, compute_dtype=compute_dtype, remat=remat, attention=attention)
     options = _ONCE if platform() == "cpu" else None

@@ -64,10 +64,8 @@ def convert(file: Path, folder: Path, *, weights: bool = True, report: Callable[
       weights: False writes config and tokenizer alone, and returns 0.
       report: called after each tensor with the bytes of weights so far, and the bytes of all weights; None: not called.
 
-    Raises:
-      ValueError: the package gguf is not installed, the file is damaged, or it has something that is not computed here,
-        which is named.
-      OSError: the file cannot be opened.
+    Raises ValueError if the package gguf is not installed, or if the file is damaged or has something that is not
+    computed here; the message names it. Raises OSError if the file cannot be opened.
     """
     reader = _opened(file)
     try:

@@ -44,8 +44,7 @@ def read_config(folder: Path | str) -> DecoderConfig:
 
 def parse_config(fields: Mapping[str, Any]) -> DecoderConfig:
     """The model that the fields of a config.json describe. Raises ValueError if a field asks for what is not computed,
-    and KeyError if a field is missing. A wrong type or a zero may also raise TypeError, AttributeError or
-    ArithmeticError."""
+    KeyError if one is missing, and perhaps TypeError, AttributeError or ArithmeticError for a wrong type or a zero."""
     model_type = fields.get("model_type")
     if "vision_config" in fields or "audio_config" in fields or "text_config" in fields:
         raise ValueError(f"model_type {model_type!r} has vision or audio parts; only text decoders are supported")

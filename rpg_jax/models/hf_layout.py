@@ -50,8 +50,7 @@ class Stored:
         return tuple(math.prod(group) for group in self.groups)
 
     def tensors(self) -> Iterator[tuple[tuple[int, ...], str]]:
-        """Yields (index along the stacked axes, name) of every stored tensor; the index is () for an unstacked
-        parameter."""
+        """Yields (index along the stacked axes, name) of every stored tensor; without stacked axes the index is ()."""
         for index in np.ndindex(*self.shape[: self.stacked]):
             yield index, self.name.format(*index)
 
@@ -77,8 +76,8 @@ class Stored:
         return out
 
     def write(self, value: Array) -> Array:
-        """The stored tensors [..., *tensor_shape] of the parameter `value`, or of slices of it along the stacked axes.
-        Leading axes stay. The arrays are NumPy's or JAX's."""
+        """The stored tensors of the parameter `value`, an array of NumPy or JAX: [*stacked axes, *tensor_shape]. A part
+        of the parameter along the stacked axes may be given in its place."""
         lead = value.ndim - len(self.order)
         own = (lead + self.order.index(i) for i in range(len(self.order)))
         return value.transpose(*range(lead), *own).reshape(*value.shape[:lead], *self.tensor_shape)
@@ -151,8 +150,7 @@ def layout(config: DecoderConfig, *, head: bool = False) -> list[Stored]:
 
 
 def mismatch(found: Mapping[str, tuple[int, ...]], needed: Mapping[str, tuple[int, ...]]) -> str:
-    """How shapes by name differ from the needed ones, as one line: missing, extra and misshapen names. "" if they are
-    the same."""
+    """How shapes by name differ from the needed ones: a line on missing, extra and misshapen names; "" if equal."""
     misshapen = [f"{n} is {found[n]}, not {needed[n]}" for n in sorted(needed.keys() & found) if found[n] != needed[n]]
     faults = {"missing": sorted(needed.keys() - found), "extra": sorted(found.keys() - needed), "misshapen": misshapen}
     return "; ".join(f"{len(names)} {kind}: {some(names)}" for kind, names in faults.items() if names)
@@ -177,8 +175,7 @@ def in_files(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> 
 
 
 def file_names(count: int) -> list[str]:
-    """The names of the `count` files of weights in a folder: model.safetensors if there is one, else numbered from
-    1."""
+    """The names of the `count` files of weights in a folder: model.safetensors for one, else numbered from 1."""
     several = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     return several if count > 1 else ["model.safetensors"]
 

@@ -136,8 +136,7 @@ class InHostMemory:
 
     def placed(self, param_dtype: Any, shardings: Params) -> Params:
         """The params on devices, a nested dict in `param_dtype` and under `shardings`, a tree like the params. Returns
-        when all are there. For the cast, a device holds one parameter's shard twice. Numbers that are not finite are
-        not refused."""
+        when all are there. For the cast, a device holds one parameter's shard twice. Numbers need not be finite."""
         where, found = flatten_dict(shardings), {}
         for entry in self.entries:
             sharding = where[entry.path]
@@ -151,14 +150,10 @@ class InHostMemory:
 
 
 def read(folder: Path | str, config: DecoderConfig) -> InHostMemory:
-    """Reads the whole folder into host memory, many tensors at a time, without a program on a device.
-
-    Raises:
-      ValueError: a file is missing or damaged; tensors are missing, extra or of another shape; a tied model has a head
-        that differs from its embedding; or the layers of a parameter have different dtypes, or a dtype that is not
-        known.
-      OSError: a read fails.
-    """
+    """Reads the whole folder into host memory, many tensors at a time, without a program on a device. Raises OSError if
+    a read fails, and ValueError if a file is missing or damaged; if tensors are missing, extra or of another shape; if
+    a tied model has a head that differs from its embedding; or if the layers of a parameter have different dtypes, or
+    others than float32, bfloat16 and float16."""
     entries = layout(config)
     with Folder(folder) as files, ThreadPoolExecutor(_READERS) as pool:
         _check_tensors(files, entries, head_is_tied=config.tie_embeddings)
@@ -252,12 +247,13 @@ def local_folder(address: str | Path, *, weights: bool = True) -> Path:
     """The folder in Hugging Face layout at `address`: a local folder itself, or a copy that is kept on this host.
 
     Args:
-      address: a local folder; a local FILE.gguf, which is converted once; configs/NAME, a model that comes with the
-        code; gs://BUCKET/FOLDER; or OWNER/NAME on the hub, if there is no local folder of that name.
+      address: a local folder, which need not exist; a local FILE.gguf, which is converted once; configs/NAME, a model
+        that comes with the code; gs://BUCKET/FOLDER; or OWNER/NAME on the hub, if there is no local folder of that
+        name.
       weights: False fetches only config and tokenizer.
 
     Raises:
-      ValueError: the address is of another kind, or nothing is at the address.
+      ValueError: the address is of another kind, or the bucket, the hub or the GGUF file does not provide a model.
       StorageFailure: the bucket cannot be read, after retries.
     """
     text, wanted = str(address), _DESCRIPTION + _WEIGHTS * weights

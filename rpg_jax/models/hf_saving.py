@@ -135,8 +135,7 @@ class Saving:
 
     def complete(self, folder: Path) -> None:
         """Writes the index and then config.json. One process calls it when every process has written its files. Raises
-        ValueError if transformers has no such model, or if the config.json of `base` is damaged; OSError if it is
-        missing."""
+        ValueError if transformers has no such model or `base` has a damaged config.json, OSError if it has none."""
         owner = {
             tensor: name
             for own in self._files
@@ -180,8 +179,7 @@ def save(
     dtype: Any = None,
     **options: Any,
 ) -> None:
-    """Writes `params` into a folder that transformers, vLLM and SGLang read: safetensors, and config.json as the last
-    file.
+    """Writes `params` into a folder that transformers, vLLM and SGLang read: safetensors, and last config.json.
 
     A collective, which waits until the folder is complete: all processes must see the folder. Host memory holds two
     blocks of at most 64 MiB, or of one layer of one matrix, at a time. Raises OSError, which names the file, and

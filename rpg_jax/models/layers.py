@@ -23,7 +23,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 class Attention(nnx.Module):
-    """The projections of grouped-query attention, with q/k norm or q/k/v bias, and rotary positions."""
+    """The projections of grouped-query attention, with q/k norm or q/k/v bias and rotary positions; it mixes no
+    tokens."""
 
     def __init__(self, config: DecoderConfig, declare: Declare):
         D, N, K, H = config.embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
@@ -57,8 +58,7 @@ class Attention(nnx.Module):
         return q, k, constrain(v, *axes, "kv_heads", None)
 
     def output(self, x: jax.Array, axes) -> jax.Array:
-        """The output projection [B, T, D], in x's dtype, of the attended values x [B, T, N, H]; `axes` names B and
-        T."""
+        """The output projection [B, T, D], in x's dtype, of attended values x [B, T, N, H]; `axes` names B and T."""
         return project(x, self.o[...], axes, ("heads", None), ("embed",))
 
 
@@ -72,8 +72,7 @@ class MLP(nnx.Module):
         self.down = declare.matrix((F, D), ("hidden", "embed"), fan_in=F * 2 * config.num_layers)
 
     def __call__(self, x: jax.Array, axes, recorded: jax.Array | None = None) -> tuple[jax.Array, None]:
-        """Returns (the layer's output [B, T, D], None): a dense layer has no experts to choose, and `recorded` is not
-        read."""
+        """Returns (the layer's output [B, T, D], None): a dense layer has no experts, and does not read `recorded`."""
         return swiglu(x, self.gate[...], self.up[...], self.down[...], axes), None
 
 
@@ -90,17 +89,14 @@ class Block(nnx.Module):
     def __call__(
         self, x: jax.Array, table, attend: Callable, axes, recorded: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Takes x [B, T, D] through the layer.
+        """Returns the next x [B, T, D], this layer's k and v [B, T, K, H], and the experts i32[B, T, k] of its tokens
+        (None in a dense layer) for x [B, T, D].
 
         Args:
           table: the result of `rope_tables`.
           attend: a function of q [B, T, N, H], k and v [B, T, K, H] that mixes tokens, and returns [B, T, N, H].
           axes: the logical names of B and T.
           recorded: in a mixture, the experts ints [B, T, k] that replace the router's choice; None: the router chooses.
-
-        Returns:
-          The next x [B, T, D], this layer's k and v [B, T, K, H], and the experts i32[B, T, k] of its tokens, or None
-            in a dense layer.
         """
         q, k, v = self.attention.project(rms_norm(x, self.attention_norm[...], self.eps), table, axes)
         x = constrain(x + self.attention.output(attend(q, k, v), axes), *axes, None)
@@ -151,8 +147,8 @@ def rope_tables(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array,
 
 
 def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """x [B, T, N, H] rotated by `table`, the result of `rope_tables`; pair i is (x[i], x[i + H/2]). Computed in f32,
-    returned in x's dtype."""
+    """Rotates the pairs (x[i], x[i + H/2]) of x [B, T, N, H] by the `table` of `rope_tables`, in f32. Keeps x's
+    dtype."""
     cos, sin = table
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

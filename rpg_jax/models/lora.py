@@ -64,7 +64,7 @@ class Lora:
 
 def adapted_matrices(config: DecoderConfig, lora: Lora) -> list[Stored]:
     """The matrices that get adapters, in the order of the params tree. Their dimensions are [*stack, *inputs,
-    *outputs]; the sizes of inputs are `groups[1]`. Raises ValueError if the model has no matrices of `lora.targets`."""
+    *outputs]; the sizes of inputs are `groups[1]`. Raises ValueError if the model lacks `lora.targets`."""
     absent, instead = ("experts", "feed-forward") if config.experts is None else ("feed-forward", "experts")
     if lora.targets == absent:
         raise ValueError(f"model.lora.targets={absent!r}: this model has none; choose {instead}, attention or all")
@@ -73,14 +73,13 @@ def adapted_matrices(config: DecoderConfig, lora: Lora) -> list[Stored]:
 
 def adapter_shapes(config: DecoderConfig, lora: Lora, dtype=jnp.float32) -> Params:
     """The tree of the adapters, {"layers": {"attention": {"q": {"a": A, "b": B}}}}, with a `ShapeDtypeStruct` for every
-    array: A [*stack, *inputs, r] and B [*stack, r, *outputs]. Raises ValueError if the model has no matrices of
-    `lora.targets`."""
+    array: A [*stack, *inputs, r] and B [*stack, r, *outputs]. Raises ValueError if the model lacks `lora.targets`."""
     return unflatten_dict({one.path: jax.ShapeDtypeStruct(one.shape, dtype) for one in _layout(config, lora)})
 
 
 def adapter_axes(config: DecoderConfig, lora: Lora) -> Params:
     """The tree of the adapters with a tuple of logical axes for every array: the axes of the matrix, and None for the
-    rank, which is not split. Raises ValueError if the model has no matrices of `lora.targets`."""
+    rank, which is not split. Raises ValueError if the model lacks `lora.targets`."""
     found, names = {}, flatten_dict(logical_axes(config))
     for entry in adapted_matrices(config, lora):
         axes, cut = names[entry.path], entry.stacked + len(entry.groups[1])
@@ -122,8 +121,7 @@ class Base:
 
 
 def policy_params(base: Base | None, trained: Params) -> Params:
-    """The params of the model: `trained` itself if `base` is None; else the base's weights with the adapters
-    `trained`."""
+    """The params of the model: `trained` itself if `base` is None, else `base` with the adapters `trained`."""
     return trained if base is None else base.policy(trained)
 
 
@@ -134,8 +132,7 @@ def scaled(adapters: Params, scale: float) -> Params:
 
 
 def attached(weights: Params, adapters: Params) -> Params:
-    """The params `weights` with an `Adapted` in place of every matrix that has an adapter; each B has the factor alpha
-    / rank already."""
+    """The params `weights` with an `Adapted` in place of every matrix that has an adapter; B is scaled already."""
     own, found = flatten_dict(adapters), flatten_dict(weights)
     for path in {path[:-1] for path in own}:
         found[path] = Adapted(found[path], own[*path, "a"], own[*path, "b"])
@@ -143,8 +140,7 @@ def attached(weights: Params, adapters: Params) -> Params:
 
 
 def merged(params: Params) -> Params:
-    """`params` as arrays alone: W + A B, rounded once, in place of every `Adapted`, and the product values · scale in
-    place of every `Int8`."""
+    """`params` as arrays alone: every `Adapted` becomes W + A B, rounded once, and every `Int8` its values · scale."""
 
     def leaf(x: Any) -> Any:
         return x.merged() if isinstance(x, Adapted) else x[...]
@@ -164,10 +160,9 @@ _OFF = (
 
 
 def save_adapters(folder: Path | str, config: DecoderConfig, lora: Lora, adapters: Params, *, base: str | None) -> None:
-    """Writes adapters (unscaled) in float32, as the library peft does: adapter_model.safetensors, then
-    adapter_config.json. A collective: all processes must call it; process 0 writes, and makes the folder. The other
-    processes do not wait for the files. `base` is the name or folder of the base model, for the field
-    `base_model_name_or_path`."""
+    """Writes adapters (unscaled) in float32 into a folder that the library peft reads: adapter_model.safetensors, then
+    adapter_config.json. A collective: all processes must call it; process 0 writes, and makes the folder. The others do
+    not wait for the files. `base` is the base model's name or folder, for the field `base_model_name_or_path`."""
     folder, leaves, held = Path(folder), flatten_dict(adapters), {}
     for entry in _layout(config, lora):
         for index, name in entry.tensors():
@@ -198,8 +193,7 @@ def load_adapters(
 ) -> Params:
     """Reads the tree of (unscaled) adapters in a folder of the library peft, in `dtype`. Each device reads its own
     shard only. `shardings` is a tree like the adapters; None: all on the first local device. Raises ValueError if a
-    file is missing or damaged, or if the folder has adapters of another kind, rank, alpha or targets, or of another
-    model."""
+    file is missing or damaged, or the folder has adapters of another kind, rank, alpha, targets or model."""
     folder = Path(folder)
     _check(folder, config, lora)
     with Folder(folder, WEIGHTS) as files:

@@ -15,12 +15,8 @@ from rpg_jax.models.weights import Adapted, Names, Weight, as_matrix, weight_spe
 
 
 def project(x: jax.Array, weight: Weight, axes: Names, inputs: Names, outputs: Names) -> jax.Array:
-    """x [B, T, *inputs] times weight [*inputs, *outputs], in x's dtype: [B, T, *outputs].
-
-    Args:
-      axes: logical names of B and T.
-      inputs, outputs: logical names of the weight's dimensions; one of them may be "embed".
-    """
+    """x [B, T, *inputs] times weight [*inputs, *outputs], in x's dtype: [B, T, *outputs]. `axes` are the logical names
+    of B and T; `inputs` and `outputs` those of the weight's dimensions, of which one may be "embed"."""
     where = partition_spec(*axes, *map(_of_activation, inputs))
     if where is None or jax.sharding.get_abstract_mesh().size == 1:
         return _product(x, weight, inputs=len(inputs))
@@ -91,14 +87,12 @@ _STRETCH = 2560  # most positions of a row that are multiplied together
 
 
 def swiglu(x: jax.Array, gate: Weight, up: Weight, down: Weight, axes: tuple[str | None, str | None]) -> jax.Array:
-    """down(silu(gate(x)) · up(x)) of x [B, T, D], in x's dtype; `axes` names B and T.
+    """down(silu(gate(x)) · up(x)) of x [B, T, D], in x's dtype. `gate` and `up` are [D, F], `down` is [F, D], and
+    `axes` are the logical names of B and T.
 
     Long rows pass in n stretches, which the backward pass computes again, so that hidden units take [B, T / n, F]. On a
     mesh each device gathers its weights once. It adds up their gradient over all stretches, and then once over the
     devices, in the dtype of the weights. By itself, XLA's partitioner sums every stretch over the network.
-
-    Args:
-      gate, up: [D, F]. down: [F, D].
     """
     tokens = partition_spec(*axes, None)
     if tokens is None or jax.sharding.get_abstract_mesh().size == 1:

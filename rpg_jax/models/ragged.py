@@ -34,14 +34,12 @@ def ragged_attention(
     The function takes q [S, N, H], k and v [S, K, H] of the new token, and the layer i32[]. It returns [S, N, H] in q's
     dtype. The grid runs over a list of (slot, block), made once for all layers. Two TensorCores of a device each take
     half of the list, cut between two slots. On a mesh each device takes its slots and heads. A device that has all
-    key-value heads takes the heads of its queries.
+    key-value heads takes the heads of its queries. Raises ValueError if devices share the query heads, but neither
+    their number nor the key-value heads divide the other.
 
     Args:
       keys, values, lengths: [L, S, K, H, C], [L, S, K, C, H] and i32[S]; entries at or past a length are ignored.
       scales: empty, or in an int8 cache f32[L, S, K, 1, C] of keys and of values.
-
-    Raises:
-      ValueError: devices share the query heads, but neither their number nor the key-value heads divide the other.
     """
     _, _, K, H, capacity = keys.shape
     cuts = shards("heads")
@@ -80,9 +78,8 @@ def ragged_attention(
 def ragged_append(
     cache: tuple[jax.Array, ...], lengths: jax.Array, token: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-    """Writes one token at each slot's length, in place, and returns the cache; a full slot stays as it is.
-
-    It moves only the tile that holds the place; a scatter would move the whole cache.
+    """Writes one token at each slot's length, in place, and returns the cache; a full slot stays as it is. It moves
+    only the tile that holds the place; a scatter would move the whole cache.
 
     Args:
       cache: keys [L, S, K, H, C], values [L, S, K, C, H], and in an int8 cache their scales f32[L, S, K, 1, C].

@@ -20,20 +20,17 @@ _PADDING = 2**30
 def splash_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, axes: tuple[str | None, str | None]
 ) -> jax.Array:
-    """Causal segment attention by a kernel that never holds scores in memory and skips the blocks that the mask
-    empties.
+    """Causal segment attention by a kernel that holds no scores in memory and skips blocks that the mask empties.
 
     Two kinds of blocks are empty: blocks above the diagonal and, where completions share a row, blocks with the queries
     of one completion and the keys of another. On a mesh each device computes its rows, its heads and its stretch of the
     queries, against all keys of the row. The kernel is for TPUs. On other platforms the kernel is interpreted, slowly.
+    Returns [B, T, N, H] in q's dtype; rows of padding hold finite numbers without a meaning.
 
     Args:
       q, k, v: [B, T, N, H], and [B, T, K, H] where K divides N.
-      segment_ids: i32[B, T]; a token attends to the earlier tokens with its id, 0 is padding. No segments share a
-        prompt.
+      segment_ids: i32[B, T]; a token attends to the earlier tokens with its id, and to no prompt that segments share.
       axes: logical names of B and T.
-
-    Returns [B, T, N, H] in q's dtype; rows of padding hold finite numbers without a meaning.
     """
     T, H = q.shape[1], q.shape[3]
     length_shards, head_shards = shards(axes[1]), shards("heads")
@@ -103,9 +100,8 @@ def _skipping(kernel, q_segments: jax.Array, kv_segments: jax.Array):
 
 
 def needed_blocks(positions: jax.Array, q_segments: jax.Array, kv_segments: jax.Array, block: int) -> jax.Array:
-    """bool[nq, nk]: whether a query of one block may attend to a key of another. Blocks of padding see themselves.
-
-    It compares the least and the largest id of each block, so some blocks without a pair may be True.
+    """bool[nq, nk]: whether a query of one block may attend to a key of another. Blocks of padding see themselves. It
+    compares the least and the largest id of each block, so some blocks without a pair may be True.
 
     Args:
       positions: i32[Tq], of the queries in their row.

@@ -82,9 +82,9 @@ def _flat(x: jax.Array, inputs: int) -> jax.Array:
 
 
 def weight_spec(weight: Weight, inputs: Names, outputs: Names, stack: Names = ()) -> Any:
-    """The PartitionSpec of a weight [*stack, *inputs, *outputs] from the logical names of its dimensions; for an
-    `Adapted` weight, an `Adapted` with the specs of W, A and B, whose rank is not split. None in place of a spec
-    without rules or mesh."""
+    """The PartitionSpec of a weight [*stack, *inputs, *outputs] from the logical names of its dimensions. An `Adapted`
+    weight gets an `Adapted` with the specs of W, A and B; the rank is not split. Without rules or mesh a spec is None.
+    """
     whole = partition_spec(*stack, *inputs, *outputs)
     if not isinstance(weight, Adapted):
         return whole
@@ -137,8 +137,7 @@ def eight_bits(x: jax.Array, axes: int | tuple[int, ...], dtype=jnp.float32) -> 
 
 
 def quantized_shardings(shardings: Any, params: Any) -> Any:
-    """The tree of `quantized(params)` with a NamedSharding for each array, from `shardings`, the NamedShardings of
-    `params`."""
+    """The tree of `quantized(params)` with a NamedSharding for each array, from the `shardings` of `params`."""
 
     def leaf(path, weight, sharding: NamedSharding):
         axes = _summed(path, weight)
@@ -172,13 +171,12 @@ class Declare:
         self.lead = ((), ()) if stack is None else ((stack,), ("layers",))
 
     def matrix(self, shape: tuple[int, ...], axes: tuple[str | None, ...], *, fan_in: float) -> nnx.Param:
-        """Draws a matrix of `shape`, whose products sum over `fan_in` numbers. `axes` has the logical name of each
-        dimension."""
+        """Draws a matrix of `shape`, whose products sum over `fan_in` numbers. `axes` names each dimension."""
         shape, axes = self.lead[0] + shape, self.lead[1] + axes
         normal = jax.random.truncated_normal(self.rngs.params(), -2, 2, shape, self.dtype)
         return nnx.Param(normal * (fan_in**-0.5 / _TRUNCATED_STD), axes=axes)
 
     def constant(self, value: float, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
-        """Makes a parameter of `shape` that is `value` everywhere. `axes` has the logical name of each dimension."""
+        """Makes a parameter of `shape` that is `value` everywhere. `axes` names each dimension."""
         shape, axes = self.lead[0] + shape, self.lead[1] + axes
         return nnx.Param(jnp.full(shape, value, self.dtype), axes=axes)

@@ -60,8 +60,7 @@ class Failure(NamedTuple):
 
 def publish_failure(reason: str, code: int) -> None:
     """Tells all processes that this process ends with exit code `code` for the reason in the line `reason`. Only the
-    first failure of a run is kept: a later call does nothing, and so does a call after the coordination service has
-    gone."""
+    first failure of a run is kept. Without the coordination service, which may have ended, this does nothing."""
     failure = Failure(distributed.global_state.process_id, socket.gethostname(), reason, code)
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # the key exists, or the service has gone
         _service().key_value_set(_FAILURE, json.dumps(failure))
@@ -197,11 +196,8 @@ def _over_devices(value: bytes, sizes: Sequence[int]) -> list[bytes]:
 
 
 def share(items: Sequence[T]) -> list[T]:
-    """The part of `items` that belongs to this process: process p of n takes items p, p + n, p + 2n, …
-
-    Neighbours are often alike, for example long prompts. This order spreads neighbours over the processes. `share` is
-    not a collective.
-    """
+    """The part of `items` that belongs to this process: process p of n takes items p, p + n, p + 2n, … Neighbours are
+    often alike, for example long prompts. This order spreads neighbours over the processes. Not a collective."""
     return list(items[jax.process_index() :: jax.process_count()])
 
 

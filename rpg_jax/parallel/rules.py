@@ -86,8 +86,7 @@ def shardings(logical_axes: Any, shapes: Any, mesh: Mesh, rules: Rules = RULES) 
 
     Raises:
       ValueError: `rules` lacks a name, two dimensions fall on one mesh axis, mesh axes do not divide a dimension, or
-        there are more or fewer names than dimensions; the message names the leaf. Or `check` refuses the rules on this
-        mesh.
+        there are more or fewer names than dimensions; the message names the leaf. Or `check` refuses the rules.
     """
     check(rules, mesh.shape)
 

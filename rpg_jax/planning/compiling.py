@@ -80,8 +80,7 @@ class Program:
         }
 
     def bound(self, chip: Chip) -> tuple[str, float]:
-        """The resource that limits the program ("compute", "HBM" or "ICI"), and the seconds of this resource: no run is
-        faster."""
+        """The resource that limits the program ("compute", "HBM" or "ICI"), and its seconds: no run is faster."""
         limits = self.limits(chip)
         name = max(limits, key=limits.__getitem__)
         return name, limits[name]
@@ -186,7 +185,7 @@ def with_anchor(programs: Programs, batch: Batch, layout: Layout) -> tuple[Progr
 def training(layout: Layout, learner: Learner) -> Iterator[tuple[str, jax.stages.Lowered]]:
     """Lowers the programs of a training step, each when it is asked for, and yields (name, lowered program). They are
     the log-prob pass, a critic's values if there is a critic, and the update: "update" if one micro-batch makes an
-    update, else "start", "add" and "apply"."""
+    update and nothing is rehearsed, else "start", "add" and "apply"."""
     c, shape, state = layout.config, row_shape(layout.config), learner.like
     programs = learner_programs(layout, learner, base=layout.abstract_base)
     mixture = layout.model if c.model.replay_experts else None
@@ -211,8 +210,8 @@ def training(layout: Layout, learner: Learner) -> Iterator[tuple[str, jax.stages
 
 def token_flops(config: DecoderConfig, *, tokens: float, attended: float, predicted: float) -> float:
     """Operations of a forward pass over `tokens` that attend to `attended` tokens each, in the mean. Logits are
-    computed at `predicted` positions in all. Every multiply-add of a matrix product counts as two. Norms, rotations and
-    softmax do not count."""
+    computed at `predicted` positions in all. A multiply-add of a matrix product counts as two. Norms and softmax count
+    as none."""
     D, H = config.embed_dim, config.head_dim
     weights = 2 * D * config.num_heads * H + 2 * D * config.num_kv_heads * H + 3 * D * _hidden_units(config)
     if config.experts:

@@ -309,8 +309,7 @@ def shape_of(kind: str) -> tuple[int, ...]:
 
 
 def bytes_of(kind: str, everywhere: bool = False) -> float:
-    """Bytes of the arrays in the HLO type `kind` that are in HBM, or with `everywhere` in any memory. An array with
-    layout S(n) is not in HBM."""
+    """Bytes of the arrays of the HLO type `kind` in HBM, or with `everywhere` in any memory. Layout S(n) is not HBM."""
     total = 0.0
     for dtype, dims, layout in arrays_of(kind):
         width = _BYTES.get(dtype) or (int(match[0]) / 8 if (match := re.search(r"\d+", dtype)) else 0)

@@ -30,16 +30,10 @@ from rpg_jax.runs.teacher import reference_layout
 def plan(
     config: ConfigDict, topology: Topology, only: Sequence[str] | None = None, *, lengths: Lengths | None = None
 ) -> tuple[dict[str, Program], dict[str, Any]]:
-    """Compiles every program of the run for `topology`, or the programs named in `only`; a line on stderr announces
-    each.
-
-    Returns:
-      The programs by name, and the result of `step_figures`, which is {} if `only` is given or a program does not fit
-        in HBM. `lengths` None: as `lengths_of` assumes.
-
-    Raises:
-      ValueError: no compiler for TPUs here, mesh and sizes of the config conflict, or `rollout.devices` is set.
-    """
+    """Compiles every program of the run for `topology`, or those named in `only`; a line on stderr announces each.
+    Returns the programs by name, and the result of `step_figures`, which is {} if `only` is given or the compiler
+    refuses a program. `lengths` None: as `lengths_of` assumes. Raises ValueError if there is no compiler for TPUs here,
+    mesh and sizes of the config conflict, or `rollout.devices` is set."""
     if config.rollout.devices:
         raise ValueError(
             f"plan looks at one mesh, and rollout.devices={config.rollout.devices} makes two. Leave it out and plan "
@@ -109,8 +103,8 @@ def exchange(
     layout: Layout, decoding: Decoding, held: Mapping[str, float], on: Topology, lengths: Lengths
 ) -> dict[str, Program]:
     """The exchange of a step's groups between hosts as {"exchange": Program}; {} with one host. `held` has the bytes
-    that other parts of the run hold on a chip, by program. A chip holds a piece of every host and its own, beside the
-    weights that decode."""
+    that other parts of the run hold on a chip, by program. A chip holds a piece of every host, its own and the weights.
+    """
     if not (size := work_of(layout, decoding, lengths, on).exchanged):
         return {}
     costs = hlo.Costs(0.0, 0.0, {"all-gather": size}, launches=math.ceil(size / (on.hosts - 1) / hosts.PIECE))
@@ -132,8 +126,7 @@ def held_out_problems(config: ConfigDict) -> int:
 
 
 def work_of(layout: Layout, decoding: Decoding, lengths: Lengths, on: Topology) -> Work:
-    """The work of a step of the layout's config on the slice `on`, and of the run's evaluations, for completions of
-    `lengths`."""
+    """The work of a step of the layout's config on the slice `on`, for these lengths, and of the run's evaluations."""
     c, shape = layout.config, row_shape(layout.config)
     policy, reference = (parameter_count(model) for model in (layout.model, reference_layout(layout).model))
     passes = c.train.epochs if c.loss.estimator == "exact" else reference_differs(c)
@@ -176,8 +169,7 @@ def _run(model: DecoderConfig, lengths: Lengths, length: int) -> float:
 
 
 def decode_step_of(layout: Layout, decoding: Decoding, program: Program) -> DecodeStep:
-    """The costs of a decode step on one chip, from the costs of its program `program`, which count the cache as
-    full."""
+    """The costs of a decode step on one chip, from the costs of its program, which count the cache as full."""
     assert decoding.mesh is not None, "a plan decodes on a mesh"
     model, slots, chips = layout.model, decoding.slots, decoding.mesh.size
     cache = memory.cache_bytes(model, decoding)
@@ -202,8 +194,7 @@ def step_figures(
     `bound` is at the peaks of the chip, `expected` at the expected rates; `fastest` and `slowest` are expected at the
     ends of `HBM_BAND`. These four are results of `Phases.as_dict`. `binds` names the longest phase of the expected
     step, and its share. Further keys count a step's prompts, with dynamic sampling's oversampling, its completions,
-    micro-batches and slots, the mean lengths in tokens, and the run's steps, evaluations and completions of an
-    evaluation.
+    micro-batches and slots, mean lengths in tokens, and the run's steps, evaluations and their completions.
     """
     work, step = work_of(layout, decoding, lengths, on), decode_step_of(layout, decoding, programs["decode"])
     slowest, fastest = (EXPECTED._replace(hbm=hbm) for hbm in HBM_BAND)

@@ -1,18 +1,4 @@
-"""Seconds, days and dollars of a step: at the hardware's peaks, the expected time, and the phase that binds.
-
-The rollout, worked by hand for Qwen3-4B with completions of 8,192 tokens on v5p:4x4x4. There
-are 1,536 prompts of 300 tokens and 24,576 completions of 4,096 tokens in the mean with a coefficient of variation of
-0.6, in 2,560 slots. Each host of four chips has one copy of the weights.
-
-  a token's keys and values    36 layers × 2 × 8 heads × 128 × 2 bytes           = 147,456 bytes
-  attended in the mean         300 + (4096 × 1.36 - 1) / 2                       = 3,085 tokens
-  cache that is read           24,576 × 4,096 × 3,085 × 147,456 bytes            = 4.58e16 bytes
-    over 64 chips              / (64 × 2.765e12 bytes/s)                         = 259 s
-  steps                        4,096 × (24,576 - 2,560) / 2,560 + 8,192          = 43,418
-  weights that are read        43,418 × 8.04e9 bytes / 4 chips / 2.765e12        = 32 s
-
-With 128 slots the same weights are read 790,528 times, which takes 575 s.
-"""
+"""Seconds, days and dollars of a step: at the hardware's peaks, the expected time, and the phase that binds."""
 
 from __future__ import annotations
 
@@ -37,15 +23,15 @@ class Work:
       lengths: lengths of prompts and completions.
       meshes: decoding meshes, which take prompts from one list.
       prefill_prompts: prompts of mean length in a dispatch of prefill.
-      updates: mini-batches.
+      updates: mini-batches of a step.
       epochs: passes over the mini-batches.
       passes: log-probability passes, of the behaviour policy and of a reference that differs from it. A pass of a
         teacher counts by the sizes of the two models.
       micro_batches: whole micro-batches of an update.
       rehearsed: further micro-batches of an update, with kept completions (`rehearsal.path`).
       prefilled_again: operations of the prefills of a completion's later parts, in units of a prefill dispatch.
-      run: share of a micro-batch's operations that are run: attention skips blocks between completions of one row.
-        The counts of programs have attention over whole rows.
+      run: share of a micro-batch's operations that are run: attention skips blocks between completions of one row. The
+        counts of programs have attention over whole rows.
       evaluations: evaluations of the run.
       evaluated: (problems, completions of each problem) of an evaluation.
       exchanged: bytes of a step's groups that every host receives from the other hosts; 0 with one host.
@@ -123,8 +109,8 @@ class Phases:
     def beside_servers(self) -> float:
         """Seconds of a step if these chips only train, and as many other chips sample one step ahead. Training stands
         still while a host copies its part of the weights to its memory. Meanwhile servers sample, the part is written,
-        and then every server reads all weights: a step takes at least as long as both. Servers sample the evaluations
-        too."""
+        and then every server reads all weights: a step takes at least as long as both. Servers sample evaluations, too.
+        """
         rollout = sum(s for name, s in self.seconds.items() if name.startswith(("prefill", "decode", "exchange")))
         evaluations, part = self.seconds.get("evaluations", 0.0), self.work.synced / self.on.hosts / self.rates.host
         training = self.total - rollout - evaluations + part
@@ -231,8 +217,7 @@ class Lengths:
     @property
     def begun(self) -> list[tuple[float, float]]:
         """(tokens that its prefill reads, share of the completions that reach it) of each later part of completions, in
-        their order; [] if a completion has one part. Lengths are taken as normally distributed, with this mean and
-        spread."""
+        their order; [] if a completion has one part. Lengths are taken as normal, with this mean and spread."""
         if self.part >= self.limit:
             return []
         drawn = [k * self.part for k in range(1, math.ceil(self.limit / self.part))]
@@ -241,12 +226,9 @@ class Lengths:
 
 
 def decode_steps(completions: float, lengths: Lengths, slots: float) -> float:
-    """Decode steps in which `slots` draw `completions`, the completions of a step of the run; a free slot is refilled
-    at once.
-
-    A completion is one part, or has later parts as `lengths.begun` says. With parts of m tokens in the mean, slots / m
+    """Decode steps in which `slots` draw the `completions` of a step of the run; a free slot is refilled at once. A
+    completion is one part, or has later parts as `lengths.begun` says. With parts of m tokens in the mean, slots / m
     parts end at a step. So the last part starts at step m (parts - slots) / slots, and takes at most `longest` steps.
-    For one to two parts a slot the sum is up to a fifth low, because parts of like length end together.
-    """
+    For one to two parts a slot the sum is up to a fifth low, because parts of like length end together."""
     parts = completions * (1 + sum(share for _, share in lengths.begun))
     return completions * lengths.mean / parts * max(0.0, parts - slots) / slots + lengths.longest

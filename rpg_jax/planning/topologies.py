@@ -29,7 +29,7 @@ GET_COMPILER = "python -m rpg_jax.plan --get_compiler"
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """One slice or several equal ones: `v5p:2x2x2` is a v5p of shape (2, 2, 2), `v5p:2x2x2*3` three such slices."""
+    """One TPU slice or several equal ones: `v5p:2x2x2` is a v5p of shape (2, 2, 2), `v5p:2x2x2*3` three such slices."""
 
     kind: str
     shape: tuple[int, ...]
@@ -109,8 +109,7 @@ def parse(name: str) -> Topology:
 
 
 def compiler_folder() -> Path:
-    """The folder where `get_compiler` puts the compiler, made or not: in this environment, named after JAX's
-    version."""
+    """The folder in this environment, made or not, where `get_compiler` puts the compiler for this version of JAX."""
     return Path(sys.prefix) / "tpu_compiler" / importlib.metadata.version("jax")
 
 
@@ -121,7 +120,7 @@ def compiler_requirement() -> str:
 
 
 def compiler_library() -> Path | None:
-    """The compiler's shared library: of the libtpu that Python can import, else in `compiler_folder`. None if both are
+    """The shared library of the libtpu that Python can import, or else in `compiler_folder`. None if both are
     missing."""
     if found := importlib.util.find_spec("libtpu"):
         return Path(found.origin or "").with_name("libtpu.so")
@@ -131,8 +130,8 @@ def compiler_library() -> Path | None:
 
 def get_compiler() -> str:
     """Installs the compiler into `compiler_folder` by pip if there is none, which takes minutes. Returns a line that
-    names the place. Compilers for other versions of JAX are deleted. Raises ValueError if pip failed, and has printed
-    why."""
+    names the place. Deletes compilers for other versions of JAX. Raises ValueError if pip failed; pip has printed why.
+    """
     if found := compiler_library():
         return f"the compiler for TPUs is there: {found}"
     home = compiler_folder()
