@@ -136,8 +136,8 @@ def show(
 
 
 def show_settings(topology: Topology, found: Mapping[str, Estimate]) -> None:
-    """Prints a row for each of the first eight settings in `found`: trained numbers, bytes on a chip, and the expected
-    step. A setting that does not fit has "no room" for the step."""
+    """Prints a row for each of the first eight settings in `found`, which has their estimates by name: trained numbers,
+    bytes on a chip, and the expected step, which is "no room" if the setting does not fit."""
     console, shown = screen.console(), list(found.items())[:8]
     table = []
     for number, (_, one) in enumerate(shown, 1):

@@ -29,7 +29,7 @@ def attention(
     axes: tuple[str | None, str | None] = ("batch", "length"),
     implementation: str = "auto",
 ) -> jax.Array:
-    """softmax(q kᵀ / √H) v, where a token attends to itself and to the earlier tokens that `attends` names.
+    """softmax(q kᵀ / √H) v, where a token attends to itself, to the earlier tokens of its segment, and to its prompt.
 
     With context parallelism (`length` on mesh axes), each device keeps its stretch of the queries and gathers the keys
     and values of the whole row. Raises ValueError for an unknown implementation.
@@ -37,8 +37,8 @@ def attention(
     Args:
       q: [B, T, N, H].
       k, v: [B, T, K, H]; query head n reads key-value head n // (N / K).
-      segment_ids: i32[B, T], see `types.Rows`; tokens of one segment are contiguous and in order; 0 is padding.
-        "splash" takes no segments that share a prompt.
+      segment_ids: i32[B, T], contiguous and in order, 0 for padding. The id modulo `types.BRANCH` is that of the
+        segment's prompt, which completions may share; "splash" takes no shared prompts.
       axes: logical names of the first two dimensions.
       implementation: "xla"; "cudnn" (GPU, bf16 or f16; it holds a segment mask [B, 1, T, T] in memory); "splash" (TPU);
         or "auto", which `chosen` chooses for the platform that the program is compiled for.

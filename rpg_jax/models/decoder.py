@@ -85,11 +85,7 @@ class Decoder(nnx.Module):
         return self._forward(tokens, positions, segment_ids, axes, experts)[0]
 
     def routed(
-        self,
-        tokens: jax.Array,
-        positions: jax.Array,
-        segment_ids: jax.Array,
-        experts: jax.Array | None = None,
+        self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array, experts: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
         """Takes a training batch through the model: tokens, positions and segment ids i32[B, T], and `experts`, ints
         [B, T, L, k] in place of the routers' choice (None: the routers choose). Returns hidden states [B, T, D], and

@@ -61,6 +61,7 @@ class Saving:
     process gets about as many bytes of blocks. Every file and its tensors belong to one process.
 
     Args:
+      config: the model.
       dtype: of the weights in the folder: float32, bfloat16 or float16.
       base: folder whose other config fields are taken over; None: no other fields.
       fields: further fields of config.json, such as token ids.
@@ -171,14 +172,7 @@ class Saving:
         return len(text).to_bytes(8, "little") + text
 
 
-def save(
-    folder: Path | str,
-    config: DecoderConfig,
-    params: Params,
-    *,
-    dtype: Any = None,
-    **options: Any,
-) -> None:
+def save(folder: Path | str, config: DecoderConfig, params: Params, *, dtype: Any = None, **options: Any) -> None:
     """Writes `params` into a folder that transformers, vLLM and SGLang read: safetensors, and last config.json.
 
     A collective, which waits until the folder is complete: all processes must see the folder. Host memory holds two

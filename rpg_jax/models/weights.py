@@ -161,10 +161,11 @@ _TRUNCATED_STD = 0.87962566103423978  # standard deviation of a standard normal 
 
 
 class Declare:
-    """Creates parameters of one dtype. In a scanned stack of layers, every shape begins with `stack`, their number.
+    """Creates parameters in `dtype`, by the random numbers of `rngs`. With `stack`, the number of layers of a scanned
+    stack, every parameter gets this number of layers as its first dimension, beside the given shape; None: no stack.
     Matrices are drawn from a normal distribution that is truncated at two standard deviations, and are scaled to the
-    standard deviation 1/√fan_in. The gain is then 1 at every width. At the widths of Qwen, 1/√fan_in is about 0.02, the
-    number in Qwen's configs."""
+    standard deviation 1/√fan_in. The gain is then 1 at every width. At Qwen's widths, 1/√fan_in is about the 0.02 of
+    its configs."""
 
     def __init__(self, rngs: nnx.Rngs, dtype, stack: int | None = None):
         self.rngs, self.dtype = rngs, dtype

@@ -60,7 +60,8 @@ class Failure(NamedTuple):
 
 def publish_failure(reason: str, code: int) -> None:
     """Tells all processes that this process ends with exit code `code` for the reason in the line `reason`. Only the
-    first failure of a run is kept. Without the coordination service, which may have ended, this does nothing."""
+    first failure of a run is kept: a later call does nothing, nor does a call after the coordination service has ended.
+    """
     failure = Failure(distributed.global_state.process_id, socket.gethostname(), reason, code)
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # the key exists, or the service has gone
         _service().key_value_set(_FAILURE, json.dumps(failure))
@@ -97,7 +98,7 @@ def first_alone(name: str) -> Iterator[None]:
 
 def all_gather_bytes(value: bytes) -> list[bytes]:
     """The `value` of every process, in the order of the processes. Lengths may differ. A collective, which waits for
-    all processes. Values above 1 MiB go over the devices, all others through the coordination service."""
+    all processes. The values go through the coordination service, or over the devices if one is above 1 MiB."""
     if jax.process_count() == 1:
         return [value]
     small = len(value) <= _SMALL

@@ -273,13 +273,14 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
 
 
 def captured(pattern: str, text: str) -> tuple[str, ...]:
-    """The groups of a pattern's first match; () if the pattern does not match."""
+    """The groups of the first match of a regular expression in `text`; () if there is none."""
     match = re.search(pattern, text)
     return match.groups() if match else ()
 
 
 def uses_of(name: str, body: list[Instruction]) -> Iterator[tuple[Instruction, int]]:
-    """Yields (instruction that reads the value, index of the value in its operands), also through bitcasts."""
+    """Yields each instruction of a computation `body` that reads the value `name`, and the index of the value among the
+    operands. A reader of the value's bitcast counts as a reader of the value."""
     for x in body:
         for n, operand in enumerate(x.operands):
             if operand == name and x.op == "bitcast":

@@ -55,9 +55,9 @@ def plan(
 
 
 def parts_on(config: ConfigDict, topology: Topology) -> tuple[Layout, Learner, Decoding, dict[str, float]]:
-    """Returns the layout of a config on a slice, with the micro-batch that a run would take there, its learner, how it
-    decodes, and for each program the bytes that other parts of the run hold on a chip meanwhile. Raises ValueError if
-    there is no compiler for TPUs here, or mesh and sizes of the config conflict."""
+    """Returns four things for a config on a slice: the layout, with the micro-batch that a run would take there; the
+    learner; how it decodes; and for each program the bytes that other parts of the run hold on a chip meanwhile. Raises
+    ValueError if there is no compiler for TPUs here, or mesh and sizes of the config conflict."""
     place = topology.devices(), topology.host.devices(), topology.chip.hbm
     layout = memory.with_micro_batch(make_layout(config, vocabulary(config), *place))
     learner, decoding = make_learner(layout), memory.make_decoding(layout)
@@ -79,8 +79,8 @@ def with_known_shapes(config: ConfigDict) -> ConfigDict:
 
 
 def vocabulary(config: ConfigDict) -> int | None:
-    """The size of the vocabulary of a tokenizer that the run trains, which this function trains too and then deletes.
-    None for a config with `model.path` or `model.size`."""
+    """The number of tokens of the tokenizer `model.tokenizer`, or of one that this function trains as the run would and
+    then deletes. None for a config with `model.path` or `model.size`, whose model says it."""
     if config.model.path or config.model.size:
         return None
     task, stage = Task.from_config(config), make_stage(config)

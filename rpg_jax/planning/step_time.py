@@ -60,10 +60,13 @@ class Work:
 def phases(
     work: Work, step: DecodeStep, programs: Mapping[str, Program], on: Topology, rates: Rates = EXPECTED
 ) -> Phases:
-    """Seconds of the phases of a step of `work` on one of the chips of `on`, at `rates`: whole micro-batches and
-    dispatches, a latency for each collective, and slots that empty in the end. `step` is a decode step, and `programs`
-    are the others by name. The wait for the slowest host is left out: 1 to 4 %. An evaluation has completions of the
-    same lengths; a step has its share of the run's evaluations."""
+    """Seconds of each phase of a step of `work` on the slice `on` at `rates`: whole micro-batches and dispatches, a
+    latency for each collective, and slots that empty in the end. `step` is a decode step, and `programs` are all
+    programs by name. The wait for the slowest host is left out: 1 to 4 %.
+
+    The phases are "prefill", four of "decode: PART", "log-probs" and "update", and if the run has them "baseline",
+    "exchange" and "evaluations": the step's share of the run's evaluations, with completions of the same lengths.
+    """
     run = {name: 1.0 if name in SAMPLING else work.run for name in programs}
     seconds = {name: program.expected(on.chip, rates, run[name]) for name, program in programs.items()}
 
@@ -159,8 +162,9 @@ def decode(
     step: DecodeStep, completions: float, lengths: Lengths, chip: Chip, rates: Rates = EXPECTED
 ) -> dict[str, float]:
     """Seconds of each part of decoding `completions` on a mesh, all steps together. The parts follow each other.
-    weights: every step reads the weights and multiplies all slots, also idle slots. cache: attention reads the filled
-    part. latency: collectives. host: the time between dispatches. At the end the slots become idle one by one."""
+    "weights": every step reads the weights and multiplies all slots, also idle slots. "cache": attention reads the
+    filled part. "latency": collectives. "host": time between dispatches. At the end the slots become idle one by one.
+    """
     tokens = completions * lengths.mean
     steps, positions = decode_steps(completions, lengths, step.slots), tokens / step.slots * lengths.attended
     bandwidth, flops = rates.hbm * chip.hbm_bandwidth, rates.flops * chip.flops

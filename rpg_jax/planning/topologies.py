@@ -57,7 +57,7 @@ class Topology:
 
     @property
     def hosts(self) -> int:
-        """The number of hosts of all slices."""
+        """The number of hosts of all slices together."""
         return self.chips // self.host.chips
 
     @property
