@@ -117,8 +117,8 @@ def show(
     console: Console | None = None,
 ) -> None:
     """Prints tables of the programs' memory and speed and of the step, and whether all programs fit, on `console`
-    (None: stdout). docs/plan.md explains the columns. `figures` is `run_plan.step_figures`' result; {} leaves the step
-    out."""
+    (None: stdout). docs/plan.md explains the columns. `figures` is the result of `run_plan.step_figures`; {}: no table.
+    """
     console = console or screen.console()
     console.print(_memory(topology, programs), _speed(topology, programs))
     if figures:

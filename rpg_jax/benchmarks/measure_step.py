@@ -114,8 +114,8 @@ class Contender:
         self.times.append((time.perf_counter() - began, time.process_time() - used))
 
     def result(self, of: float | None = None) -> dict[str, Any]:
-        """The measurement over all updates as a dict of fields. `of` is the first column's median seconds; None
-        there."""
+        """The measurement over all updates, a dict of fields. `of`: the first column's median seconds; None for
+        itself."""
         one, (ours, used) = self.one, zip(*self.times, strict=True)
         layout, asked, seconds = one.layout, subject.asked_bytes(self.compiled), statistics.median(ours)
         trained, frozen, peak = bytes_on_a_device(one.learner.like.params), layout.abstract_base, subject.peak_flops()

@@ -77,8 +77,8 @@ class Decoder(nnx.Module):
 
         Args:
           positions: i32[B, T], from 0 in every segment.
-          segment_ids: i32[B, T], 0 for padding. A token attends to itself and the earlier tokens of its segment;
-            completions may share a prompt as in `types.Rows`.
+          segment_ids: i32[B, T], 0 for padding. A token attends to itself, the earlier tokens of its segment and its
+            prompt; the id of a prompt that segments share is their id modulo `types.BRANCH`.
           axes: the logical axes of `tokens`.
           experts: ints [B, T, L, k], the k experts of each token in each layer; None: the routers choose.
         """
@@ -211,8 +211,7 @@ class Decoder(nnx.Module):
         return few and self.decode_attention == "xla" and platform() == "cpu"
 
     def unstacked_layers(self) -> list[Params]:
-        """The weights of each layer, a nested dict each. It slices the weights: call it outside the loop over
-        tokens."""
+        """The weights of each layer, a nested dict each. It slices them: call it outside the loop over tokens."""
         weights = nnx.state(self.layers)
         return [jax.tree.map(lambda x, i=i: x[i], weights) for i in range(self.config.num_layers)]
 

@@ -136,7 +136,7 @@ class Saving:
 
     def complete(self, folder: Path) -> None:
         """Writes the index and then config.json. One process calls it when every process has written its files. Raises
-        ValueError if transformers has no such model or `base` has a damaged config.json, OSError if it has none."""
+        ValueError if transformers has no such model or config.json of `base` is damaged, OSError if `base` has none."""
         owner = {
             tensor: name
             for own in self._files

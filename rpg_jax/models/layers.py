@@ -23,8 +23,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 class Attention(nnx.Module):
-    """The projections of grouped-query attention, with q/k norm or q/k/v bias and rotary positions; it mixes no
-    tokens."""
+    """The projections of grouped-query attention, with q/k norm or q/k/v bias and rotary positions. Mixes no tokens."""
 
     def __init__(self, config: DecoderConfig, declare: Declare):
         D, N, K, H = config.embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
@@ -147,8 +146,8 @@ def rope_tables(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array,
 
 
 def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the pairs (x[i], x[i + H/2]) of x [B, T, N, H] by the `table` of `rope_tables`, in f32. Keeps x's
-    dtype."""
+    """Rotates the pairs (x[i], x[i + H/2]) of x [B, T, N, H] by `table`, the result of `rope_tables`. Computed in f32,
+    returned in x's dtype."""
     cos, sin = table
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -15,8 +15,8 @@ from rpg_jax.models.weights import Adapted, Names, Weight, as_matrix, weight_spe
 
 
 def project(x: jax.Array, weight: Weight, axes: Names, inputs: Names, outputs: Names) -> jax.Array:
-    """x [B, T, *inputs] times weight [*inputs, *outputs], in x's dtype: [B, T, *outputs]. `axes` are the logical names
-    of B and T; `inputs` and `outputs` those of the weight's dimensions, of which one may be "embed"."""
+    """x [B, T, *inputs] times weight [*inputs, *outputs], in x's dtype: [B, T, *outputs]. `axes` has the logical names
+    of B and T, and `inputs` and `outputs` have those of the weight's dimensions, of which one may be "embed"."""
     where = partition_spec(*axes, *map(_of_activation, inputs))
     if where is None or jax.sharding.get_abstract_mesh().size == 1:
         return _product(x, weight, inputs=len(inputs))

@@ -80,7 +80,7 @@ def published_failure() -> Failure | None:
 
 def barrier(name: str, patience_ms: int = _PATIENCE_MS) -> None:
     """A collective: returns after every process has called it; with one process, at once. Messages show `name`. Raises
-    jax.errors.JaxRuntimeError after `patience_ms` milliseconds (default: a week) without one of the processes."""
+    jax.errors.JaxRuntimeError if a process is missing for `patience_ms` milliseconds (default: a week)."""
     if jax.process_count() > 1:
         _service().wait_at_barrier(f"rpg_jax/{next(_calls)}/{name}", patience_ms)
 

@@ -32,8 +32,8 @@ def plan(
 ) -> tuple[dict[str, Program], dict[str, Any]]:
     """Compiles every program of the run for `topology`, or those named in `only`; a line on stderr announces each.
     Returns the programs by name, and the result of `step_figures`, which is {} if `only` is given or the compiler
-    refuses a program. `lengths` None: as `lengths_of` assumes. Raises ValueError if there is no compiler for TPUs here,
-    mesh and sizes of the config conflict, or `rollout.devices` is set."""
+    refuses a program. `lengths` None: completions of half of the limit, see `lengths_of`. Raises ValueError if there is
+    no compiler for TPUs here, mesh and sizes of the config conflict, or `rollout.devices` is set."""
     if config.rollout.devices:
         raise ValueError(
             f"plan looks at one mesh, and rollout.devices={config.rollout.devices} makes two. Leave it out and plan "

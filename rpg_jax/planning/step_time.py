@@ -230,9 +230,12 @@ class Lengths:
 
 
 def decode_steps(completions: float, lengths: Lengths, slots: float) -> float:
-    """Decode steps in which `slots` draw the `completions` of a step of the run; a free slot is refilled at once. A
-    completion is one part, or has later parts as `lengths.begun` says. With parts of m tokens in the mean, slots / m
-    parts end at a step. So the last part starts at step m (parts - slots) / slots, and takes at most `longest` steps.
-    For one to two parts a slot the sum is up to a fifth low, because parts of like length end together."""
+    """Decode steps in which `slots` draw the `completions` of a step of the run; a free slot is refilled at once.
+
+    A completion is one part; or several, where a step draws only a part of a long completion (`lengths.begun`). With
+    parts of m tokens in the mean, slots / m parts end at a step. So the last part starts at step m (parts - slots) /
+    slots, and takes at most `longest` steps. For one to two parts a slot the sum is up to a fifth low, because parts of
+    like length end together.
+    """
     parts = completions * (1 + sum(share for _, share in lengths.begun))
     return completions * lengths.mean / parts * max(0.0, parts - slots) / slots + lengths.longest

@@ -120,8 +120,7 @@ def compiler_requirement() -> str:
 
 
 def compiler_library() -> Path | None:
-    """The shared library of the libtpu that Python can import, or else in `compiler_folder`. None if both are
-    missing."""
+    """The shared library of the libtpu that Python can import, or else in `compiler_folder`. None: neither is there."""
     if found := importlib.util.find_spec("libtpu"):
         return Path(found.origin or "").with_name("libtpu.so")
     own = compiler_folder() / "libtpu" / "libtpu.so"
