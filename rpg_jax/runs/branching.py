@@ -24,8 +24,9 @@ from rpg_jax import losses, storage
 from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import INPUTS, PARENT
 from rpg_jax.runs import run_folder
-from rpg_jax.storage import integrity, json_files
+from rpg_jax.storage import integrity
 from rpg_jax.storage.checkpoints import Snapshots, read_record
+from rpg_jax.storage.files import read_bytes, read_if_there
 from rpg_jax.training.collect import Collector
 from rpg_jax.training.reference import Reference
 from rpg_jax.training.state import TrainState
@@ -152,7 +153,7 @@ def parent_of(config: ConfigDict, files: Path) -> Parent | None:
     if not config.run.start_from:
         return None
     address, step = parsed(config.run.start_from)
-    noted = str(json_files.read_if_there(files / INPUTS).get(PARENT, ""))
+    noted = str(read_if_there(files / INPUTS).get(PARENT, ""))
     with run_folder.opened(address) as folder:
         theirs = run_folder.read_config(folder.files)
         if step is None and re.fullmatch(rf"{re.escape(str(folder.home))}@\d+", noted):
@@ -160,7 +161,7 @@ def parent_of(config: ConfigDict, files: Path) -> Parent | None:
         step = run_folder.checkpoint_step(folder, step)
         path = storage.absolute(folder.home / "checkpoints" / str(step))
         found = integrity.by_all(lambda: read_record(path))
-        inputs = json_files.read_if_there(folder.files / INPUTS)
+        inputs = read_if_there(folder.files / INPUTS)
         return Parent(folder.home, step, run_folder.flat_fields(theirs), inputs, found.identity, found.record)
 
 
@@ -172,4 +173,4 @@ def adopt_tokenizer(config: ConfigDict, files: Path) -> None:
     with run_folder.opened(parsed(config.run.start_from)[0]) as folder:
         theirs = folder.files / own.name
         if hosts.is_first() and theirs.is_file():
-            storage.write_atomically(own, json_files.read_bytes(theirs))
+            storage.write_atomically(own, read_bytes(theirs))

@@ -23,7 +23,8 @@ from rpg_jax.data import Group
 from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import flat, read_jsonl, read_lines
 from rpg_jax.runs import rollout_files
-from rpg_jax.storage import json_files, naming, write_atomically
+from rpg_jax.storage import naming, write_atomically
+from rpg_jax.storage.files import finite
 from rpg_jax.training.loop import Step
 from rpg_jax.types import Completion
 
@@ -102,8 +103,8 @@ class RunLog:
         if not hosts.is_first():
             return
         self._metrics.append({"step": step.number, **step.metrics})
-        finite = {k: float(v) for k, v in plain(step.metrics).items() if isinstance(v, int | float)}
-        numbers = dataclasses.replace(step, metrics=finite)
+        known = {k: float(v) for k, v in plain(step.metrics).items() if isinstance(v, int | float)}
+        numbers = dataclasses.replace(step, metrics=known)
         for tracker in self.trackers:
             self._try(tracker, f"step {step.number}", lambda own: own.append(numbers))
 
@@ -299,6 +300,6 @@ def needed(name: str) -> Any:
 
 def trackers_of(config: ConfigDict, folder: Path, *, after: int) -> list[Tracker]:
     """The trackers that the config asks for, from step `after` on. Raises ValueError as `chosen` and `needed` do."""
-    fields = json_files.finite(json.loads(config.to_json_best_effort()))
+    fields = finite(json.loads(config.to_json_best_effort()))
     place = Place(folder, config.run.name, config.log.project, fields, after)
     return [TRACKERS[name](place) for name in chosen(config.log.tracker)]

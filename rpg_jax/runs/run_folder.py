@@ -26,9 +26,8 @@ from rpg_jax.report.run_files import Run, flat
 from rpg_jax.runs import cli, config_files, failures, run_names
 from rpg_jax.runs.config_files import Unset
 from rpg_jax.runs.resolve import check_training
-from rpg_jax.storage import json_files
 from rpg_jax.storage.checkpoints import committed_steps
-from rpg_jax.storage.json_files import read_if_there, read_object
+from rpg_jax.storage.files import finite, read_if_there, read_object, to_json
 from rpg_jax.storage.leases import Lease
 
 LOCK = "requirements-tpu.lock"  # every package of a TPU worker with its version and its hash
@@ -208,14 +207,14 @@ def open_run(config: ConfigDict, folder: storage.Folder) -> None:
     if changed:
         print(f"not as at the last start of {config.run.name}: {changed}", file=sys.stderr)
     for name, value in {"versions.json": made, "config.json": resolved}.items():
-        content = json_files.dumps(value, indent=2, sort_keys=True) + "\n"
+        content = to_json(value, indent=2, sort_keys=True) + "\n"
         storage.write_atomically(folder.files / name, content)
     folder.push()
 
 
 def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """The fields by which two configs describe different runs, with both values; "" if there are no such fields."""
-    old, new = renewed(flat(json_files.finite(old))), flat(new)
+    old, new = renewed(flat(finite(old))), flat(new)
     gone = {row.name: row for row in config_files.all_retired() if row.value is None}
     ignored = {name for name, row in gone.items() if row.fixed is None or row.fixed == old.get(name)}
     ignored |= {name for name in _AS_BEFORE if not (old.get(name) or new.get(name))}
@@ -298,7 +297,7 @@ def renewed(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_json(config: ConfigDict) -> dict[str, Any]:
     """The config as config.json and trackers hold it: an infinite number is a text."""
-    return json_files.finite(json.loads(config.to_json_best_effort()))
+    return finite(json.loads(config.to_json_best_effort()))
 
 
 def identity(config: ConfigDict) -> dict[str, Any]:

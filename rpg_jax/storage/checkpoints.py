@@ -23,8 +23,8 @@ from rpg_jax import storage
 from rpg_jax.parallel import hosts
 from rpg_jax.storage import errors, integrity
 from rpg_jax.storage.errors import Kind, StorageFailure
+from rpg_jax.storage.files import finite
 from rpg_jax.storage.integrity import Damaged, Refused
-from rpg_jax.storage.json_files import finite
 
 Tree = Any
 FORMAT = 2  # version of the record and of the folder
