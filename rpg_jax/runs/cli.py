@@ -1,10 +1,13 @@
 """Runs a command: its flags, its config, and one line for an error of the user."""
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import ctypes
 import difflib
 import faulthandler
+import json
 import logging
 import math
 import os
@@ -14,7 +17,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import absl.flags
 import absl.logging
@@ -22,12 +25,17 @@ import absl.logging
 from rpg_jax.report import screen
 from rpg_jax.runs import config_files
 
+if TYPE_CHECKING:
+    from etils import epath
+
 FAILED = 1
 """Exit code of every other error: of storage, of a lost peer, or a bug. A supervisor may start the command again."""
 USAGE_ERROR = 2
 """Exit code of a user error. It tells a supervisor that another start would end in the same error."""
 GAVE_UP = 3
-"""Exit code of a run that is lost: another start would compute the same and end the same (rpg_jax.runs.failures)."""
+"""Exit code of a run that is lost: another start would compute the same and end the same; see `ends_again`."""
+FAILURES = "failures.json"
+_STARTS = 3
 TRUST = "import the code, and ask the judge, that the config of the run names: you know who wrote its folder"
 _EXTRAS = dict.fromkeys(("aiohttp", "grpc", "prometheus_client"), "rpg_jax[serve]")
 """The extra of rpg_jax that installs an optional package, by the package's module."""
@@ -203,6 +211,35 @@ def exit_code(error: Exception) -> int | None:
     if isinstance(error, ValueError):
         return FAILED if errors.is_transient(error) else USAGE_ERROR
     return FAILED if isinstance(error, OSError) else None
+
+
+def ends_again(home: epath.Path, error: Exception, *, stepped: bool) -> str:
+    """Why another start of the run in the folder `home` would end with `error` too; "" if another start may go on.
+
+    A lack of memory comes again, and so does a bug before the first step (not `stepped`). For other errors, such as a
+    silent judge, `FAILURES` in the folder counts the starts that ended with the same text after the same checkpoint:
+    the third is the last. Errors of storage, of a lost process and of the user do not count.
+    """
+    import jax
+
+    from rpg_jax.storage import checkpoints, errors
+
+    if (code := exit_code(error)) not in (None, FAILED):
+        return ""
+    causes = list(errors.chain(error))
+    if any(isinstance(one, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(one) for one in causes):
+        return "another start would need the same memory"
+    if errors.is_transient(error) or any(isinstance(one, OSError) for one in causes):
+        return ""
+    if code is None and not stepped:
+        return "it took no step, and another start would end the same"
+    file, times, before = home / FAILURES, 1, None
+    now = [max(checkpoints.committed_steps(home / "checkpoints"), default=0), errors.one_line(error)]
+    with contextlib.suppress(OSError, ValueError):
+        *before, times = json.loads(file.read_text())
+    times = times + 1 if before == now else 1
+    file.write_text(json.dumps([*now, times]))
+    return f"{times} starts have ended so after checkpoint {now[0]}" if times >= _STARTS else ""
 
 
 def in_words(error: Exception) -> str:

@@ -23,7 +23,7 @@ from ml_collections import ConfigDict
 from rpg_jax import storage
 from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import Run, flat
-from rpg_jax.runs import cli, config_files, failures, run_names
+from rpg_jax.runs import cli, config_files, run_names
 from rpg_jax.runs.config_files import Unset
 from rpg_jax.runs.resolve import check_training
 from rpg_jax.storage.checkpoints import committed_steps
@@ -108,7 +108,7 @@ def held(config: ConfigDict) -> Iterator[storage.Folder]:
             yield folder
     except Exception as error:
         stepped = _stepped(folder)
-        error.ends_again = failures.ends_again(folder, error, stepped=stepped)  # type: ignore[attr-defined]
+        error.ends_again = cli.ends_again(folder.home, error, stepped=stepped)  # type: ignore[attr-defined]
         if is_new and not stepped and not any(map(_helps, folder.files.rglob("*"))):
             shutil.rmtree(folder.home, ignore_errors=True)
         raise
