@@ -27,7 +27,7 @@ from rpg_jax.environments.stage import Stage
 from rpg_jax.models.weights import quantized
 from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import INPUTS, PARENT, START
-from rpg_jax.runs import branching, cli, config_files, memory, processes, run_folder
+from rpg_jax.runs import checkpointing, cli, config_files, memory, processes, run_folder
 from rpg_jax.runs.layout import Layout, make_layout, teacher_folder
 from rpg_jax.runs.memory import fitting_layout, make_decoding, with_micro_batch
 from rpg_jax.runs.problems import Task, listed
@@ -82,7 +82,7 @@ def entered(config: ConfigDict, **how: Any) -> Iterator[tuple[Experiment, storag
         cli.keep_buffers()
     run_folder.use_compilation_cache(config.run.compilation_cache)
     with run_folder.held(config) as folder:
-        branching.adopt_tokenizer(config, folder.files)
+        checkpointing.adopt_tokenizer(config, folder.files)
         experiment = open_experiment(config, folder.files, **how)
         print("".join(f"{note}\n" for note in experiment.notes), end="")
         with contextlib.closing(experiment), experiment.layout.activate(), contextlib.ExitStack() as closing:
@@ -376,7 +376,7 @@ def check_inputs(experiment: Experiment, folder: Path, *, begins: bool) -> dict[
     return found
 
 
-def note_start(folder: Path, checksum: int, parent: branching.Parent | None = None) -> None:
+def note_start(folder: Path, checksum: int, parent: checkpointing.Parent | None = None) -> None:
     """Adds the checksum of the first weights to `INPUTS`; with adapters, the checksum of the frozen weights.
 
     A warm start gives other weights on another machine. Runs are compared only if they begin with equal weights.
