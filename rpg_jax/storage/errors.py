@@ -1,19 +1,7 @@
 """Classifies errors of storage, and decides what follows: one rule for disks, buckets and checkpoints.
 
-- *Transient*: the store did not answer, or asked to be asked again (HTTP 401, 408, 429 and 5xx; a reset; a timeout).
-  `retried` asks again, `len(PAUSES)` times, with growing pauses. Then it raises `StorageFailure`, and the run ends with
-  exit code 1, after which a supervisor starts the run again. 401 is transient, because tokens are renewed while a run
-  goes.
-- *Damage*: the store did answer, and its bytes differ from the bytes that were written. They fail their checksum,
-  cannot be decoded, or are fewer; or a file of a complete checkpoint is gone. Only then may an older checkpoint be
-  used.
-- *Permanent*: the store says no (HTTP 403, a missing bucket, a full or read-only disk), or the error is not known. The
-  call is not repeated. The data stay where they are, and the run ends with exit code 1 too: a right that was granted
-  takes minutes to be known everywhere, and a disk may be emptied.
-- *The user's*: every other ValueError, such as a wrong field or a checkpoint of another run.
-
-The exit code is 2, after which a supervisor does not start the run again, only for the user's errors, and only before
-the run is open: see `rpg_jax.runs.cli`.
+A ValueError of no kind is the user's, such as a wrong field or a checkpoint of another run. The exit code is 2, after
+which a supervisor does not start the run again, only for the user's errors, and only before the run is open.
 """
 
 from __future__ import annotations
@@ -34,7 +22,19 @@ PAUSES = (1.0, 4.0, 15.0)  # seconds, beside the retries of gcsfs (6) and Tensor
 
 
 class Kind(enum.Enum):
-    """The meaning of an error of storage; see the module."""
+    """What an error of storage means, and what follows.
+
+    Attributes:
+      TRANSIENT: the store did not answer, or asked to be asked again (HTTP 401, 408, 429 and 5xx; a reset; a timeout).
+        `retried` asks again. Then the run ends with exit code 1, after which a supervisor starts the run again. 401 is
+        transient, because tokens are renewed while a run goes.
+      DAMAGE: the store did answer, and a file is gone, or its bytes differ from the bytes that were written. Only then
+        may an older checkpoint be used.
+      PERMANENT: the store says no (HTTP 403, a missing bucket, a full or read-only disk). The call is not repeated. The
+        data stay where they are, and the run ends with exit code 1 too: a right that was granted takes minutes to be
+        known everywhere, and a disk may be emptied.
+      UNKNOWN: nothing tells the kind. The call is not repeated, and no file is moved.
+    """
 
     TRANSIENT = "transient"
     DAMAGE = "damage"
@@ -43,7 +43,7 @@ class Kind(enum.Enum):
 
 
 class StorageFailure(OSError):
-    """Storage could not be read or written. `kind` is transient or permanent. No file was moved or deleted."""
+    """Storage could not be read or written: `what` (a path or action), `reason` (one line), `kind`. No file moved."""
 
     def __init__(self, what: str, reason: str, kind: Kind):
         super().__init__(f"{what}: {reason}{_FIX[kind]}")
@@ -95,23 +95,23 @@ _TEXTS = (  # the first that matches decides; TensorStore's errors begin with a 
 
 
 def kind_of(error: BaseException) -> Kind:
-    """The kind of an error. Of several causes, a transient one decides; then a permanent one; then damage."""
+    """The kind of an error and its causes: a transient one decides; then a permanent one; then damage."""
     found = {_own_kind(one) for one in chain(error)}
     return next((kind for kind in (Kind.TRANSIENT, Kind.PERMANENT, Kind.DAMAGE) if kind in found), Kind.UNKNOWN)
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the error is transient: the program may succeed if it is started again."""
+    """Whether the error or a cause is transient: the program may succeed if it is started again."""
     return kind_of(error) is Kind.TRANSIENT
 
 
 def failure(what: object, error: BaseException) -> StorageFailure:
-    """The error as one line that names `what`. A `StorageFailure` stays as it is."""
+    """A StorageFailure, returned and not raised, that says `what` and the error. A StorageFailure stays as it is."""
     return error if isinstance(error, StorageFailure) else StorageFailure(str(what), one_line(error), kind_of(error))
 
 
 def one_line(error: BaseException) -> str:
-    """The text of an error, or of the cause that decided its kind, in one line and without the specs of TensorStore.
+    """An error, or the cause that decided its kind, as "TYPE: TEXT" in one line, without the specs of TensorStore.
 
     A long text keeps its beginning, which names the array, and its end, which names the reason.
     """
@@ -124,7 +124,9 @@ def one_line(error: BaseException) -> str:
 
 
 def retried(call: Callable[[], T], what: object) -> T:
-    """The result of `call`, repeated after transient errors. `call` may be cut short. Messages name `what` it reads.
+    """The result of `call`, repeated after transient errors: three times, within 25 s, each told on stderr.
+
+    `call` may be cut short and repeated. Messages name `what` it reads.
 
     Raises:
       StorageFailure: every try failed transiently, or a try failed permanently. Other errors are not changed.
@@ -147,7 +149,7 @@ def retried(call: Callable[[], T], what: object) -> T:
 
 @contextlib.contextmanager
 def named(what: object) -> Iterator[None]:
-    """Turns every error of the block into a `StorageFailure` that names `what`."""
+    """Turns every error of the block into a StorageFailure that names `what`. A StorageFailure stays as it is."""
     try:
         yield
     except StorageFailure:
@@ -170,7 +172,7 @@ def written(write: Callable[[], object], path: object, *, alone: bool) -> None:
 
 
 def say(message: str) -> None:
-    """Prints a line to stderr."""
+    """Prints a line to stderr at once."""
     print(message, file=sys.stderr, flush=True)
 
 
@@ -181,6 +183,7 @@ class _Answer(Exception):
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, its cause or context, the cause of that, and so on; after an HTTP error also its status code."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

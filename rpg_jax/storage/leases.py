@@ -34,10 +34,12 @@ class Owner:
     """The process that holds a lease.
 
     Attributes:
+      host, process: the name of the machine, and the number of the process there.
       space: the boot of the machine and the namespace of the number `process`; "" where the system does not tell.
       started: when the process began, in the kernel's ticks; a later process of the same number has another value.
       since: when the process took the lease, as text for people.
       token: a text that no other lease has.
+      beat: how often the process has renewed the lease.
     """
 
     host: str
@@ -50,6 +52,7 @@ class Owner:
 
     @classmethod
     def this_process(cls) -> Owner:
+        """The present process, as the owner of a new lease."""
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         token = secrets.token_hex(8)
         return cls(socket.gethostname(), os.getpid(), _space(), _started(os.getpid()) or "", since, token)
@@ -67,7 +70,7 @@ class Owner:
 
 
 class Lease(contextlib.AbstractContextManager["Lease"]):
-    """A context in which this process alone may write the folder `home`.
+    """A context in which this process alone may write the folder `home`. A thread renews the lease.
 
     Entering takes the lease. An owner on this machine either lives or has ended. An owner elsewhere is gone once its
     beat stands still for `stale_seconds`; the clocks of the machines need not agree. Entering waits twice this time for
