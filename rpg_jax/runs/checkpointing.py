@@ -53,7 +53,7 @@ class Parent:
       home: the folder of the run, which is only read.
       step: the step of the checkpoint.
       config: the config of the run, by dotted name.
-      inputs: the digests of the run's inputs.
+      inputs: the digests of the run's inputs, by what each input is, as "the tokenizer".
       identity: the fields that decide the numbers of the run, as the checkpoint keeps them.
       record: the positions that the checkpoint keeps, as `Session.save` has written them.
     """
@@ -67,13 +67,13 @@ class Parent:
 
     @property
     def name(self) -> str:
-        """The run and the step, as "runs/A@100"."""
+        """The folder of the run and the step, as "runs/A@100"."""
         return f"{self.home}@{self.step}"
 
     def check(self, config: ConfigDict, inputs: Mapping[str, str]) -> None:
         """Raises ValueError if the branch cannot take over the arrays of the checkpoint. The message names the field.
 
-        `config` and `inputs` are the config and the input digests of the branch.
+        `config` and `inputs` are the config of the branch and the digests of its inputs, by the names in `self.inputs`.
         """
         if not {"stream", "reference"} <= self.record.keys():
             raise ValueError(self._refused("it is no run of rpg_jax.train, and has no position to go on from"))
@@ -95,7 +95,7 @@ class Parent:
                 raise ValueError(self._refused(f"{what} another there"))
 
     def state(self, like: TrainState) -> TrainState:
-        """The weights, slots and counts, laid out as `like`. Raises ValueError if they are damaged or do not fit."""
+        """The weights, slots and counts, as `like`. Collective. Raises ValueError if they are damaged or do not fit."""
         try:
             return integrity.restored(storage.absolute(self.home / "checkpoints" / str(self.step) / "state"), like)
         except integrity.Damaged:
@@ -104,13 +104,13 @@ class Parent:
             raise ValueError(self._refused(f"its arrays are others than this config's ({error.reason})")) from error
 
     def base(self, like: Any) -> Any:
-        """The frozen weights that the parent keeps beside its adapters, laid out as `like`."""
+        """The frozen weights beside the parent's adapters, as `like`. Raises ValueError if they are damaged."""
         return Snapshots(self.home / "base").restore(0, like)
 
     def move(self, config: ConfigDict, collector: Collector, reference: Reference) -> str:
         """Moves collector and reference to the parent's position, as far as problems and fields are the parent's.
 
-        Returns a line that says what is taken over, and what begins anew.
+        Returns a line for people that says what is taken over, and what begins anew.
         """
         anew, now = [], {k: v for k, v in run_folder.identity(config).items() if k != run_folder.START_FROM}
         then = {k: v for k, v in run_folder.renewed(self.identity).items() if k != run_folder.START_FROM}
@@ -171,7 +171,7 @@ def parent_of(config: ConfigDict, files: Path) -> Parent | None:
 
 
 def adopt_tokenizer(config: ConfigDict, files: Path) -> None:
-    """Copies the tokenizer that the parent has trained to the branch: both must have the same vocabulary."""
+    """Copies the tokenizer that the parent has trained to `files`, the folder of a branch whose config names none."""
     own = files / "tokenizer.model"
     if not config.run.start_from or config.model.tokenizer or config.model.path or own.exists():
         return
@@ -184,9 +184,10 @@ def adopt_tokenizer(config: ConfigDict, files: Path) -> None:
 class Checkpointing:
     """Keeps the checkpoints of a run in its folder, and knows which reference snapshot each checkpoint needs.
 
-    A run without a reference policy, as supervised training is, needs no snapshots.
+    A run without a reference policy, as supervised training is, needs no snapshots. `journaled`: a journal is kept too.
 
     Attributes:
+      checkpoints: the checkpoints, each with the state and the record.
       parent: the checkpoint of another run that this run begins with; None for a run that begins anew or goes on.
       journal: keeps the groups that were sampled after the newest complete checkpoint; None if no journal is kept.
     """
@@ -218,7 +219,7 @@ class Checkpointing:
         return self.is_new and self.parent is None
 
     def restore(self, like: TrainState, reference: Reference | None) -> tuple[int, TrainState, dict[str, Any]]:
-        """(step, state, record) of the newest checkpoint that can be trusted. Raises ValueError if there is none."""
+        """(step, state laid out as `like`, record) of the newest good checkpoint. Raises ValueError if none is good."""
 
         def check(record: dict[str, Any]) -> None:
             if reference is not None:
@@ -231,7 +232,10 @@ class Checkpointing:
         return last
 
     def save(self, step: int, state: TrainState, record: Mapping[str, Any], reference: Reference | None) -> None:
-        """Starts a checkpoint of everything that a resume needs, and deletes snapshots that nobody needs any more."""
+        """Starts a checkpoint of everything that a resume needs, and deletes snapshots that nobody needs any more.
+
+        `record` is JSON-able, and `reference` is None if the run has none. Waits for the previous save.
+        """
         started, earlier = time.perf_counter(), self.checkpoints.steps()
         if reference is not None:
             record = {**record, "reference": reference.commit()}
@@ -249,7 +253,7 @@ class Checkpointing:
         self.seconds = time.perf_counter() - started
 
     def group_journal(self, layout: Layout) -> GroupJournal | None:
-        """The journal of the training rollout; None if there is no journal."""
+        """The run's journal as the training rollout uses it; None if no journal is kept."""
         c = layout.config
         if self.journal is None:
             return None
@@ -267,7 +271,7 @@ class Checkpointing:
         self._prune_journal(step)
 
     def take_seconds(self) -> float:
-        """Seconds that the last start of a checkpoint took; 0 if none has started since the last call."""
+        """Seconds that the last call of `save` took; 0 if there was none since the last call of `take_seconds`."""
         taken, self.seconds = self.seconds, 0.0
         return taken
 

@@ -8,6 +8,7 @@ On disk, FOLDER/NUMBER holds a snapshot: weights with their checksums, and commi
 warm starts and frozen weights are kept as snapshots.
 """
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -60,16 +61,13 @@ class Checkpoints:
         self._identity = None if identity is None else json.loads(json.dumps(finite(identity)))
         options = {"max_to_keep": keep, "keep_period": permanent_every, "enable_async_checkpointing": True}
         made = ocp.CheckpointManagerOptions(**options)
-        self._manager = self._opened(lambda: ocp.CheckpointManager(self._directory, options=made))
+        alone = jax.process_count() == 1  # no second try: it has barriers, which hosts that begin again would miss
+        open_once = functools.partial(ocp.CheckpointManager, self._directory, options=made)
+        self._manager = errors.retried(open_once, self._directory) if alone else open_once()
         self._half_written = errors.retried(lambda: _half_written(self._directory), self._directory)
         self._last: tuple[int, Tree, dict[str, Any]] | None = None  # the save that may still be under way
         for path in self._half_written:
             _say(f"{path} is half-written: it is not used, and is deleted once there is a newer checkpoint")
-
-    def _opened(self, make: Callable[[], ocp.CheckpointManager]) -> ocp.CheckpointManager:
-        if jax.process_count() == 1:
-            return errors.retried(make, self._directory)
-        return make()  # no second try: `make` has barriers, which hosts that begin again would miss
 
     def latest_step(self) -> int | None:
         """The newest step of a checkpoint on disk, whether it is damaged or not; None if there is no checkpoint."""
@@ -243,7 +241,7 @@ class Snapshots:
         return errors.retried(self._path(number).exists, self._path(number))
 
     def save(self, number: int, params: Tree) -> None:
-        """Starts writing `params` as snapshot `number`, in its place. StorageFailure if this or the last save fails."""
+        """Starts writing or replacing snapshot `number`. Raises StorageFailure if this or the last save fails."""
         path = self._path(number)
 
         def write() -> None:
@@ -283,7 +281,7 @@ class Snapshots:
         return self._directory / hosts.all_gather_bytes(aside.encode())[0].decode()
 
     def keep_only(self, numbers: Iterable[int]) -> None:
-        """Deletes every snapshot except `numbers`. The first process deletes; StorageFailure if that fails."""
+        """Deletes every snapshot except `numbers`. Process 0 deletes. Raises StorageFailure if that fails."""
         kept = {self._path(n).name for n in numbers}
         for path in self._directory.iterdir() if hosts.is_first() and self._directory.exists() else ():
             if path.name.isdigit() and path.name not in kept:

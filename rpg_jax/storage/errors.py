@@ -67,16 +67,9 @@ _TRANSIENT_NUMBERS = {
 }
 # By name, as these packages need not be installed: gcsfs, aiohttp, requests, urllib3, google-auth, google-api-core.
 _TRANSIENT_NAMES = {
-    *(
-        "ClientError",
-        "ChecksumError",
-        "RetryError",
-        "TransportError",
-        "RefreshError",
-        "IncompleteRead",
-        "ProtocolError",
-    ),
-    *("TooManyRequests", "ServerError", "ChunkedEncodingError", "ConnectionError", "Timeout", "ContentDecodingError"),
+    *("ClientError", "ChecksumError", "RetryError", "TransportError", "RefreshError", "IncompleteRead"),
+    *("ProtocolError", "ChunkedEncodingError", "ContentDecodingError"),
+    *("TooManyRequests", "ServerError", "ConnectionError", "Timeout"),
 }
 _PERMANENT_NAMES = {"DefaultCredentialsError", "FileExistsError", "PermissionError"}
 _CODE = re.compile(r"http_response_code='(\d{3})'")  # TensorStore puts it into the text of a ValueError
@@ -85,10 +78,7 @@ _TEXTS = (  # the first that matches decides; TensorStore's errors begin with a 
     (Kind.PERMANENT, r"No space left on device|OS error (28|30|13|122):|[Qq]uota exceeded|Read-only file system"),
     (Kind.PERMANENT, r"\bPERMISSION_DENIED:|^Forbidden:"),
     (Kind.DAMAGE, r"\b(DATA_LOSS|OUT_OF_RANGE|NOT_FOUND):|checksum verification failed|Error decoding|not found\.$"),
-    (
-        Kind.DAMAGE,
-        r"\b(INVALID_ARGUMENT|FAILED_PRECONDITION): .*([Dd]ecod|[Dd]ecompress|[Zz]std|[Bb]losc|[Tt]runcated)",
-    ),
+    (Kind.DAMAGE, r"\b(INVALID_ARGUMENT|FAILED_PRECONDITION): .*([Dd]eco(d|mpress)|[Zz]std|[Bb]losc|[Tt]runcated)"),
     (Kind.TRANSIENT, r"\b(UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED|INTERNAL|CANCELLED|RESOURCE_EXHAUSTED):"),
     (Kind.TRANSIENT, r"[Cc]onnection (reset|refused|closed|timed out)|[Tt]imed? ?out|Temporary failure in name"),
 )

@@ -155,14 +155,14 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def read_bytes(file: Path, most: int = 2**26) -> bytes:
-    """The bytes of a file. ValueError, which does not name it, above `most` bytes; OSError if there is no file."""
+    """The bytes of a file. Raises ValueError, without its name, above `most` bytes; OSError if there is no file."""
     if file.stat().st_size > most:
         raise ValueError(f"it has more than {most} bytes")
     return file.read_bytes()
 
 
 def read_if_there(file: Path) -> dict[str, Any]:
-    """The object in a JSON file of at most 64 MiB, as a dict; {} if there is no file. ValueError for anything else."""
+    """The object in a JSON file of at most 64 MiB, as a dict; {} if there is none. Raises ValueError otherwise."""
     return read_object(file) if file.exists() else {}
 
 
@@ -338,8 +338,7 @@ class Folder:
 def move(source: epath.Path, target: epath.Path) -> None:
     """Renames a folder. In a bucket, copies all objects, then deletes the originals, so that a kill loses no object.
 
-    Makes missing parents; nothing may be at `target`. Errors of disk and bucket are raised as they come, without
-    retries.
+    Makes missing parents; nothing may be at `target`. Errors of disk and bucket are raised as they come.
     """
     if not in_bucket(source):
         target.parent.mkdir(parents=True, exist_ok=True)
