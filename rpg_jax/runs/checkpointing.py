@@ -95,7 +95,10 @@ class Parent:
                 raise ValueError(self._refused(f"{what} another there"))
 
     def state(self, like: TrainState) -> TrainState:
-        """The weights, slots and counts, as `like`. Collective. Raises ValueError if they are damaged or do not fit."""
+        """The weights, optimizer slots and counts, laid out as the `ShapeDtypeStruct`s of `like`. Collective.
+
+        Raises ValueError if they are damaged or do not fit, and StorageFailure if they cannot be read.
+        """
         try:
             return integrity.restored(storage.absolute(self.home / "checkpoints" / str(self.step) / "state"), like)
         except integrity.Damaged:
@@ -104,7 +107,7 @@ class Parent:
             raise ValueError(self._refused(f"its arrays are others than this config's ({error.reason})")) from error
 
     def base(self, like: Any) -> Any:
-        """The frozen weights beside the parent's adapters, as `like`. Raises ValueError if they are damaged."""
+        """Frozen weights beside the parent's adapters, laid out as `like`. Raises ValueError if they are damaged."""
         return Snapshots(self.home / "base").restore(0, like)
 
     def move(self, config: ConfigDict, collector: Collector, reference: Reference) -> str:

@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
     """The flags of a command. An error is one line. In a command with a config, --help lists the config fields."""
 
     def add_config(self, default: str | None = None) -> None:
-        """Takes --config=FILE, else `default`, and --config.FIELD=VALUE as overrides of its fields."""
+        """Takes --config=FILE, else `default` is the file, and --config.FIELD=VALUE as overrides of its fields."""
         shipped = ", ".join(config_files.shipped())
         self.add_argument("--config", metavar="FILE", default=default, help=f"the experiment: {shipped}")
         self.add_argument("--config.FIELD", metavar="VALUE", help="a changed field, as --config.seed=1")
@@ -261,7 +261,7 @@ def load_config(options: argparse.Namespace) -> config_files.Loaded | None:
 
 
 def number(kind: Callable[[str], Any], low: float, high: float = math.inf) -> Callable[[str], Any]:
-    """The type of a flag, for argparse: `kind` of the text, such as int, which must be from `low` to `high`."""
+    """The type of a flag, for argparse: `kind`, such as int, of the text; the number must be in [`low`, `high`]."""
 
     def parse(text: str) -> Any:
         value = kind(text)

@@ -234,7 +234,10 @@ class Field:
         return f"One of {', '.join(names)}." if names else f"In {self.range}." if self.range else ""
 
     def check(self, name: str, value: Any) -> None:
-        """Raises ValueError, which names the field `name`, for no choice, a number out of range, or a wrong None."""
+        """Raises ValueError if `value` is no choice, is outside the range, or is None though the default is a value.
+
+        The message names the field by `name`, its dotted name. The type of `value` is not checked.
+        """
         names = self.names
         if value is None and not isinstance(self.default, Unset):
             raise ValueError(f"{name}=None: the field is always set; its default is {self.initial}")
@@ -250,7 +253,11 @@ class Field:
                 raise ValueError(f"{name}={value!r} must be in {self.range}{hint}")
 
     def check_stored(self, name: str, value: Any, file: Path) -> None:
-        """Raises ValueError if a run's `file` has a `value` of another type or out of range. No table is imported."""
+        """Raises ValueError if `value`, which a run's config `file` has for the field `name`, cannot be a value of it.
+
+        It has another type, is outside the range, or is no choice. Choices from a table are not checked: the table does
+        not have the user's own functions. None is right where the default is unset.
+        """
         kinds = (self.kind, int) if self.kind is float else (self.kind,)
         if value is None and isinstance(self.default, Unset):
             return

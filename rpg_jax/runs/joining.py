@@ -29,7 +29,7 @@ _failing = threading.Event()
 def initialize(arguments: dict[str, Any]) -> None:
     """Joins the other processes, with the `arguments` that `settings` returned; returns when all have joined.
 
-    From then on, this process ends if another one publishes that it has failed, and waits for the others at its end.
+    From then on, this process ends if another one publishes that it has failed. At its end it waits for the others.
     """
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM and let the process go on
     jax.distributed.initialize(**arguments)
@@ -112,7 +112,7 @@ def settings(heartbeat_timeout: int | None = None) -> dict[str, Any] | None:
 
     `heartbeat_timeout` has seconds, after which a silent process counts as lost; None: JAX's own.
 
-    Raises ValueError if several processes have no coordinator, a rank is out of range, or a number is none.
+    Raises ValueError if several processes have no coordinator, a rank is out of range, or a variable is no number.
     """
     env = os.environ
     coordinator = env.get("JAX_COORDINATOR_ADDRESS")

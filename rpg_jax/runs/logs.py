@@ -152,7 +152,7 @@ def completion_entries(completion: Completion) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """`value` with Python's own types for JSON, also of arrays of one element; non-finite numbers become None."""
+    """`value` in Python's own types for JSON, scalars of NumPy and JAX too; non-finite numbers become None."""
     if isinstance(value, bool | str | None):
         return value
     if isinstance(value, list | tuple):
@@ -307,7 +307,7 @@ def needed(name: str) -> Any:
 
 
 def trackers_of(config: ConfigDict, folder: Path, *, after: int) -> list[Tracker]:
-    """Opens the trackers of the config, for steps after `after`. Raises ValueError if one is unknown or missing."""
+    """Opens the trackers of the config, for steps after `after`. Raises ValueError for one not known or installed."""
     fields = finite(json.loads(config.to_json_best_effort()))
     place = Place(folder, config.run.name, config.log.project, fields, after)
     return [TRACKERS[name](place) for name in chosen(config.log.tracker)]

@@ -139,13 +139,13 @@ class StopRequest:
     """Whether the run was asked to end, by SIGTERM, SIGINT or a call of `request`: `signal` is its number, or None.
 
     Inside `listening` the first signal is the request. A signal more than 1 s later ends the process at once. A thread
-    of its own hears the signals. So a main thread that is deep in a compiled program delays neither the deadline nor
-    the second signal.
+    of its own hears the signals. So a main thread in a compiled program delays neither the deadline nor the second
+    signal.
 
     Args:
       seconds: the longest time from the request to the end of the process.
-      give_up: called at the deadline, before the process ends, to say what is saved. The process ends even if `give_up`
-        fails or hangs.
+      give_up: called at the deadline, before the process ends, to say what is saved. If it fails or hangs, the process
+        ends too.
     """
 
     def __init__(self, seconds: float, give_up: Callable[[], None]):
@@ -187,7 +187,7 @@ class StopRequest:
         self._asked.set()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits until the run has been asked to end, at most `seconds`, or for ever. Returns whether it has been."""
+        """Waits until the run is asked to end, at most `seconds` (None: for ever). Returns whether it was asked."""
         return self._asked.wait(seconds)
 
     def agreed(self) -> int | None:

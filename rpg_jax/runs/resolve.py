@@ -347,7 +347,7 @@ def check_trusted(config: ConfigDict, run: object, *, trust: bool) -> None:
 
 
 def environment_options(config: ConfigDict) -> dict[str, Any]:
-    """The keyword arguments of the config's environment. Raises ValueError if the field is no JSON object."""
+    """The keyword arguments of the environment. Raises ValueError if `environment.options` is no JSON object."""
     return _json_object("environment.options", config.environment.options, '{"high": 50}')
 
 
@@ -371,7 +371,7 @@ def _loss_object(config: ConfigDict) -> dict[str, Any]:
 
 
 def loss_arguments(config: ConfigDict) -> tuple[str, dict[str, Any]]:
-    """The name and the hyperparameters of `losses.policy_loss`, of a config that `with_method` has filled in."""
+    """(name, {hyperparameter: value}) for `losses.policy_loss`, of a config that `with_method` has filled in."""
     others = ("advantage", "credit", "entropy_coef", "arguments")
     fields = {k: v for k, v in config.loss.to_dict().items() if v is not None and k not in others}
     return fields.pop("name"), fields | _loss_object(config)

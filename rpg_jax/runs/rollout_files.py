@@ -138,8 +138,7 @@ def encode(
 ) -> bytes:
     """The bytes of the file of `step`, whose updates made the weights `version`.
 
-    `numbers` has f32[n, K], by `COLUMNS`, of each group and completion. `parts` has the weight of each part of a
-    reward.
+    `numbers` has f32[n, K], by `COLUMNS`, of each group and completion. `parts` has the weight of each part.
     """
     completions, flat = [c for g in groups for c in g.completions], [x for group in numbers for x in group]
     found: dict[tuple[str, bool], int] = {}  # (text, whether it names a special token) -> its number

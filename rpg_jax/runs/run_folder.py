@@ -180,7 +180,7 @@ def open_run(config: ConfigDict, folder: storage.Folder) -> None:
 
     Raises:
       ValueError: a run of this name has another config, and the message names the fields that differ; or the folder is
-        not known to be a run.
+        no known run.
     """
     folder.fetch()
     resolved, file = as_json(config), folder.files / "config.json"
@@ -231,7 +231,7 @@ def _stepped(folder: storage.Folder) -> bool:
 
 
 def checkpoint_step(folder: storage.Folder, step: int | None) -> int:
-    """`step`, of which the run has a checkpoint; None is the last checkpoint. Raises ValueError if there is none."""
+    """Returns `step`, or for None the step of the last checkpoint. Raises ValueError if there is no such checkpoint."""
     if not (kept := committed_steps(storage.absolute(folder.home / "checkpoints"))):
         every = read_config(folder.files).checkpoint.every
         raise ValueError(

@@ -62,7 +62,7 @@ def short(field: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in the names of runs and rows: 3e-4, 0.02, True, fixed."""
+    """The text of a value in the names of runs and rows: "3e-4", "0.02", "True", "fixed"."""
     if isinstance(value, float) and 0 < abs(value) < 0.01:
         sign, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
         first, rest = str(digits[0]), "".join(map(str, digits[1:]))
@@ -84,7 +84,7 @@ def run_name(config: str, overrides: tuple[str, ...]) -> str:
     """The name of a run without its seed: config file, method, and the overrides that change a field.
 
     An override that repeats the value of the method or the file is left out. So equal runs have one name, and different
-    runs have different names.
+    runs two.
 
     Raises ValueError if there is no such file, field or method, or a value has another type.
     """
@@ -106,7 +106,7 @@ def values_part(values: Mapping[str, object]) -> list[str]:
 
 
 def label(values: Mapping[str, object]) -> str:
-    """{dotted field: value} in the name of a row, in this order: lr 3e-4, beta 0.1."""
+    """The text of {dotted field: value} in the name of a row, in the order given: "lr 3e-4, beta 0.1"."""
     return ", ".join(f"{short(field)} {shown(value)}" for field, value in values.items())
 
 

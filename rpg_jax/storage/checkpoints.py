@@ -237,11 +237,14 @@ class Snapshots:
         return self._directory / f"{number:08d}"
 
     def exists(self, number: int) -> bool:
-        """Whether there is a snapshot `number`, complete and undamaged or not. Raises StorageFailure."""
+        """Whether there is a snapshot `number`, even a damaged one. Raises StorageFailure if storage does not say."""
         return errors.retried(self._path(number).exists, self._path(number))
 
     def save(self, number: int, params: Tree) -> None:
-        """Starts writing or replacing snapshot `number`. Raises StorageFailure if this or the last save fails."""
+        """Starts writing `params` as snapshot `number`, in place of an earlier one; `wait` returns when it is on disk.
+
+        Waits for the previous save first. Raises StorageFailure if that one failed, or this one cannot start.
+        """
         path = self._path(number)
 
         def write() -> None:
@@ -304,7 +307,10 @@ class Recorded(NamedTuple):
 
 
 def read_record(path: epath.Path) -> Recorded:
-    """The JSON of the checkpoint at `path`, of any run. Raises Damaged, Refused (another format) or StorageFailure."""
+    """The JSON of the checkpoint at `path`, whichever run it is of.
+
+    Raises Damaged if it is damaged or incomplete, Refused if it has another format, StorageFailure if storage fails.
+    """
     if not errors.retried(lambda: _is_committed(path), path):
         raise Damaged(path, "it is half-written: commit_success.txt is missing")
     with integrity.judged(path / "record"):

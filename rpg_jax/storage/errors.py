@@ -1,7 +1,8 @@
 """Classifies errors of storage, and decides what follows: one rule for disks, buckets and checkpoints.
 
-A ValueError of no kind is the user's, such as a wrong field or a checkpoint of another run. The exit code is 2, after
-which a supervisor does not start the run again, only for the user's errors, and only before the run is open.
+A ValueError that is of no known `Kind` is the user's, such as a wrong field or a checkpoint of another run. The exit
+code is 2, after which a supervisor does not start the run again, only for the user's errors, and only before the run is
+open.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ class Kind(enum.Enum):
 
 
 class StorageFailure(OSError):
-    """Storage could not be read or written: `what` (a path or action), `reason` (one line), `kind`. No file moved."""
+    """Storage could not be read or written. No file was moved or deleted.
+
+    `what` is the path, or what was tried; `reason` is the error in one line. The message says both, and what to do now.
+    """
 
     def __init__(self, what: str, reason: str, kind: Kind):
         super().__init__(f"{what}: {reason}{_FIX[kind]}")
@@ -85,7 +89,7 @@ _TEXTS = (  # the first that matches decides; TensorStore's errors begin with a 
 
 
 def kind_of(error: BaseException) -> Kind:
-    """The kind of an error and its causes: a transient one decides; then a permanent one; then damage."""
+    """The kind of an error with its causes: transient if one of them is, else permanent, else damage, else unknown."""
     found = {_own_kind(one) for one in chain(error)}
     return next((kind for kind in (Kind.TRANSIENT, Kind.PERMANENT, Kind.DAMAGE) if kind in found), Kind.UNKNOWN)
 
@@ -96,7 +100,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def failure(what: object, error: BaseException) -> StorageFailure:
-    """A StorageFailure, returned and not raised, that says `what` and the error. A StorageFailure stays as it is."""
+    """Returns the StorageFailure that says `what` failed, and why in one line. A StorageFailure stays as it is."""
     return error if isinstance(error, StorageFailure) else StorageFailure(str(what), one_line(error), kind_of(error))
 
 
@@ -116,7 +120,7 @@ def one_line(error: BaseException) -> str:
 def retried(call: Callable[[], T], what: object) -> T:
     """The result of `call`, repeated after transient errors: three times, within 25 s, each told on stderr.
 
-    `call` may be cut short and repeated. Messages name `what` it reads.
+    A try may be cut short, so `call` must bear repetition. Messages name `what` it reads, as a path.
 
     Raises:
       StorageFailure: every try failed transiently, or a try failed permanently. Other errors are not changed.
@@ -173,7 +177,7 @@ class _Answer(Exception):
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, its cause or context, the cause of that, and so on; after an HTTP error also its status code."""
+    """An error, its cause or context, and so on; after one with an HTTP response, one with its `status_code`."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -155,14 +155,14 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def read_bytes(file: Path, most: int = 2**26) -> bytes:
-    """The bytes of a file. Raises ValueError, without its name, above `most` bytes; OSError if there is no file."""
+    """The bytes of a file of at most `most` bytes. Raises ValueError if it has more, OSError if there is no file."""
     if file.stat().st_size > most:
         raise ValueError(f"it has more than {most} bytes")
     return file.read_bytes()
 
 
 def read_if_there(file: Path) -> dict[str, Any]:
-    """The object in a JSON file of at most 64 MiB, as a dict; {} if there is none. Raises ValueError otherwise."""
+    """The JSON object in `file`; {} if there is no file. Raises ValueError for other content or more than 64 MiB."""
     return read_object(file) if file.exists() else {}
 
 
@@ -176,7 +176,7 @@ def finite(value: Any) -> Any:
 
 
 def to_json(value: Any, **options: Any) -> str:
-    """The JSON of `value`, with "inf", "-inf" and "nan" as texts; `options` are those of `json.dumps`, as indent=1."""
+    """The JSON text of `value`, with infinities and NaN as texts, as "inf". `options` are those of `json.dumps`."""
     return json.dumps(finite(value), ensure_ascii=False, allow_nan=False, **options)
 
 
@@ -199,7 +199,7 @@ def whole(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Locks a folder by its inode, so that another name for the folder (a link, a mount) meets the same lock.
+    """Locks a folder for the block, by its inode: another name for the folder (a link, a mount) meets the same lock.
 
     A file system without locks of folders grants every lock. Raises ValueError at once if the lock is held already.
     """
@@ -230,7 +230,7 @@ def naming(path: Path) -> Iterator[None]:
 class Folder:
     """A run's folder, local or in a bucket; a context that keeps the bucket up to date until the end.
 
-    Raises ValueError if `address` is neither local nor in a bucket, and StorageFailure if the last copy fails.
+    Raises ValueError if `address` is neither local nor in a bucket, and StorageFailure at the end if a copy fails.
 
     Attributes:
       home: the folder that lasts; weights and the journal are written to it directly.
@@ -267,7 +267,7 @@ class Folder:
             shutil.rmtree(self.files.parent)
 
     def set_aside(self) -> epath.Path:
-        """Moves the run, weights included, to `replaced/NAME-K` beside it; returns it. K is the first free number."""
+        """Moves the run, weights included, to the first free `replaced/NAME-K` beside it (K from 0); returns that."""
         aside = self.home.parent / "replaced"
         with self._lock:
             target = next(t for k in itertools.count() if not (t := aside / f"{self.home.name}-{k}").exists())
@@ -281,8 +281,8 @@ class Folder:
     def fetch(self) -> None:
         """Copies a bucket to `files`, without the subfolders checkpoints, reference, initial and journal.
 
-        A local folder is only checked: ValueError if it has a pipe or a device, as a process that reads a pipe may wait
-        for ever. Raises StorageFailure if the bucket cannot be read, after retries.
+        A local folder is only checked. Raises ValueError if it has a pipe or a device: a process that reads a pipe may
+        wait for ever. Raises StorageFailure if the bucket cannot be read, after retries.
         """
         if not self._remote:
             for path in self.files.rglob("*"):
@@ -297,7 +297,7 @@ class Folder:
                 self._copied[name] = _version(file)
 
     def push(self) -> None:
-        """Makes the bucket equal to `files`, without names that begin with a dot; returns when the copies are made.
+        """Makes the bucket equal to `files`, except files whose names begin with a dot; returns when that is done.
 
         Does nothing for a local folder, or after the context. Raises StorageFailure if the bucket cannot be written.
         """

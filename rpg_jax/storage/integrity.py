@@ -77,7 +77,7 @@ def restored(path: Any, like: Tree) -> Tree:
 
 
 def differing(restored: Mapping[str, Tree]) -> list[str]:
-    """Names of the leaves of a `signed(tree)` that differ from their checksums; `LEFT_OUT` never does. Collective."""
+    """The leaves of a restored `signed(tree)` that differ from their checksums, by name; `LEFT_OUT` is not compared."""
     tree = restored["tree"]
     read = np.array([leaf is not LEFT_OUT for leaf in jax.tree.leaves(tree)])
     present = jax.tree.map(lambda leaf: None if leaf is LEFT_OUT else leaf, tree)

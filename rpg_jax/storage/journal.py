@@ -109,7 +109,7 @@ class Journal:
         self._writer.add(key, completions)
 
     def prune(self, before: int) -> None:
-        """Deletes the groups of all processes for steps before `before`. Only the first process deletes files."""
+        """Deletes the groups of all processes for steps below `before`. Only the first process deletes files."""
         self._left = {step for step in self._left if step >= before}
         self._writer.prune(before)
 
@@ -273,7 +273,7 @@ def _say(message: str) -> None:
 
 
 def to_bytes(key: Key, completions: Sequence[Completion]) -> bytes:
-    """The record of a group as bytes, 8 bytes a token and about half a kilobyte more, beside the experts."""
+    """The record of a group as bytes: 8 bytes a token, about half a kilobyte, and the experts."""
     tokens = np.concatenate([c.tokens for c in completions]).astype("<i4")
     logprobs = np.concatenate([c.logprobs for c in completions]).astype("<f4")
     text = {
