@@ -211,7 +211,7 @@ def exit_code(error: Exception) -> int | None:
     if isinstance(error, ModuleNotFoundError):
         return None if (error.name or "").startswith("rpg_jax") else USAGE_ERROR
     if isinstance(error, ValueError):
-        return FAILED if errors.is_transient(error) else USAGE_ERROR
+        return FAILED if errors.kind_of(error) is errors.Kind.TRANSIENT else USAGE_ERROR
     return FAILED if isinstance(error, OSError) else None
 
 
@@ -231,7 +231,7 @@ def ends_again(home: epath.Path, error: Exception, *, stepped: bool) -> str:
     causes = list(errors.chain(error))
     if any(isinstance(one, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(one) for one in causes):
         return "another start would need the same memory"
-    if errors.is_transient(error) or any(isinstance(one, OSError) for one in causes):
+    if errors.kind_of(error) is errors.Kind.TRANSIENT or any(isinstance(one, OSError) for one in causes):
         return ""
     if code is None and not stepped:
         return "it took no step, and another start would end the same"

@@ -37,9 +37,8 @@ _GPUS = ("gpu", "cuda", "rocm")  # JAX calls all of them "gpu" once it has found
 def join(config: ConfigDict) -> None:
     """Joins the other processes of the run, if there are any, and finds the devices. Nothing may touch a device before.
 
-    Raises:
-      ValueError: the settings contradict each other, or there is no device of the kind that `run.platform` or
-        JAX_PLATFORMS asks for. The message names the process that holds a TPU.
+    Raises ValueError if the settings contradict each other, or there is no device of the kind that `run.platform` or
+    JAX_PLATFORMS asks for. The message names the process that holds a TPU.
     """
     asked = config.run.platform
     if asked:  # JAX then raises where the device is missing, instead of taking the CPU
@@ -68,9 +67,8 @@ def platform() -> str:
 def check(config: ConfigDict) -> None:
     """Checks this process against the config and against the other processes. Collective: all processes call it.
 
-    Raises:
-      ValueError: sampling ahead would share devices with training, or processes differ in devices, versions or config.
-        If processes differ, the message names the hosts and the differences.
+    Raises ValueError if sampling ahead would share devices with training, or processes differ in devices, versions or
+    config. If processes differ, the message names the hosts and the differences.
     """
     ahead, devices = config.rollout.max_staleness, jax.device_count()
     shared = not config.rollout.devices and not find_driver(config.rollout.driver).remote
@@ -139,13 +137,11 @@ class StopRequest:
     """Whether the run was asked to end, by SIGTERM, SIGINT or a call of `request`: `signal` is its number, or None.
 
     Inside `listening` the first signal is the request. A signal more than 1 s later ends the process at once. A thread
-    of its own hears the signals. So a main thread in a compiled program delays neither the deadline nor the second
-    signal.
+    hears the signals. So a main thread in a compiled program delays neither deadline nor second signal.
 
     Args:
       seconds: the longest time from the request to the end of the process.
-      give_up: called at the deadline, before the process ends, to say what is saved. If it fails or hangs, the process
-        ends too.
+      give_up: called at the deadline, to say what is saved. Then the process ends, also if it fails or hangs.
     """
 
     def __init__(self, seconds: float, give_up: Callable[[], None]):

@@ -193,9 +193,8 @@ def _of_policy(numbers: np.ndarray, completion: Completion) -> np.ndarray:
 
 
 def _pieces(tokens: np.ndarray, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """(text, whether the text is the name of a special token) of each token. The other texts are the completion.
-
-    The last text ends with the rest of a cut character.
+    """(text, whether the text names a special token) of each token. The other texts are the completion: the last of
+    them ends with the rest of a cut character.
     """
     decoder, found = IncrementalDecoder(tokenizer), []
     for token in tokens.tolist():

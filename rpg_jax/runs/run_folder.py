@@ -176,11 +176,8 @@ def open_run(config: ConfigDict, folder: storage.Folder) -> None:
     """Makes or reopens the folder of a run and writes `config.json` and `versions.json` into it.
 
     An earlier run of the name is moved to `replaced`, beside the runs, if `run.overwrite` is set, or if the earlier run
-    has another config and never took a step.
-
-    Raises:
-      ValueError: a run of this name has another config, and the message names the fields that differ; or the folder is
-        no known run.
+    has another config and never took a step. Raises ValueError if a run of this name has another config, and names the
+    fields that differ, or if the folder is not known to be a run.
     """
     folder.fetch()
     resolved, file = as_json(config), folder.files / "config.json"

@@ -83,8 +83,7 @@ def settings(config: str, overrides: Sequence[str]) -> dict[str, Any]:
 def run_name(config: str, overrides: tuple[str, ...]) -> str:
     """The name of a run without its seed: config file, method, and the overrides that change a field.
 
-    An override that repeats the value of the method or the file is left out. So equal runs have one name, and different
-    runs two.
+    An override that repeats the value of the method or the file is left out. So only equal runs share a name.
 
     Raises ValueError if there is no such file, field or method, or a value has another type.
     """

@@ -1,8 +1,7 @@
 """Classifies errors of storage, and decides what follows: one rule for disks, buckets and checkpoints.
 
-A ValueError that is of no known `Kind` is the user's, such as a wrong field or a checkpoint of another run. The exit
-code is 2, after which a supervisor does not start the run again, only for the user's errors, and only before the run is
-open.
+A ValueError of no known `Kind` is the user's, such as a wrong field or a checkpoint of another run. It alone, and only
+before the run is open, ends a command with exit code 2, after which no supervisor starts the run again.
 """
 
 from __future__ import annotations
@@ -27,13 +26,12 @@ class Kind(enum.Enum):
 
     Attributes:
       TRANSIENT: the store did not answer, or asked to be asked again (HTTP 401, 408, 429 and 5xx; a reset; a timeout).
-        `retried` asks again. Then the run ends with exit code 1, after which a supervisor starts the run again. 401 is
-        transient, because tokens are renewed while a run goes.
+        `retried` asks again. Then the run ends with exit code 1, and a supervisor starts it again. Tokens are renewed,
+        hence 401.
       DAMAGE: the store did answer, and a file is gone, or its bytes differ from the bytes that were written. Only then
         may an older checkpoint be used.
-      PERMANENT: the store says no (HTTP 403, a missing bucket, a full or read-only disk). The call is not repeated. The
-        data stay where they are, and the run ends with exit code 1 too: a right that was granted takes minutes to be
-        known everywhere, and a disk may be emptied.
+      PERMANENT: the store says no (HTTP 403, a missing bucket, a full or read-only disk). The call is not repeated, and
+        the data stay. The run ends with exit code 1 too: a right may be granted, and a disk emptied.
       UNKNOWN: nothing tells the kind. The call is not repeated, and no file is moved.
     """
 
@@ -94,11 +92,6 @@ def kind_of(error: BaseException) -> Kind:
     return next((kind for kind in (Kind.TRANSIENT, Kind.PERMANENT, Kind.DAMAGE) if kind in found), Kind.UNKNOWN)
 
 
-def is_transient(error: BaseException) -> bool:
-    """Whether the error or a cause is transient: the program may succeed if it is started again."""
-    return kind_of(error) is Kind.TRANSIENT
-
-
 def failure(what: object, error: BaseException) -> StorageFailure:
     """Returns the StorageFailure that says `what` failed, and why in one line. A StorageFailure stays as it is."""
     return error if isinstance(error, StorageFailure) else StorageFailure(str(what), one_line(error), kind_of(error))
@@ -120,10 +113,8 @@ def one_line(error: BaseException) -> str:
 def retried(call: Callable[[], T], what: object) -> T:
     """The result of `call`, repeated after transient errors: three times, within 25 s, each told on stderr.
 
-    A try may be cut short, so `call` must bear repetition. Messages name `what` it reads, as a path.
-
-    Raises:
-      StorageFailure: every try failed transiently, or a try failed permanently. Other errors are not changed.
+    A try may be cut short, so `call` must bear repetition. Raises StorageFailure, which names `what` it reads, if every
+    try failed transiently, or one failed permanently. Other errors are not changed.
     """
     for number in range(len(PAUSES) + 1):
         try:

@@ -64,10 +64,8 @@ class Record(NamedTuple):
 class Journal:
     """The journal of one process of a run. `add` and `prune` never wait for the disk: a thread writes and deletes.
 
-    No method raises an error of the disk or the bucket: stderr says it, and the groups are sampled again.
-
-    Args:
-      max_bytes: the most bytes that this process keeps; `prune` makes room.
+    The process keeps at most `max_bytes`; `prune` makes room. No method raises an error of the disk or the bucket:
+    stderr says it, and the groups are sampled again.
     """
 
     def __init__(self, directory: Path | epath.Path, *, max_bytes: int):
@@ -149,10 +147,7 @@ class Journal:
 
 
 class _Writer:
-    """Does the journal's work on its folder, job after job, in a thread of its own.
-
-    A group is dropped if it cannot be written: too many jobs wait, the disk is full, or `max_bytes` is reached.
-    """
+    """Does the journal's work on its folder in a thread of its own. A group that cannot be written is dropped."""
 
     def __init__(self, directory: epath.Path, max_bytes: int):
         self._directory, self._max_bytes, self._remote = directory, max_bytes, in_bucket(directory)

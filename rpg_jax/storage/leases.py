@@ -74,11 +74,8 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
 
     Entering takes the lease. An owner on this machine either lives or has ended. An owner elsewhere is gone once its
     beat stands still for `stale_seconds`; the clocks of the machines need not agree. Entering waits twice this time for
-    an owner whose beat goes on, because the owner may have been asked to stop.
-
-    Args:
-      lost: called with a line, by another thread, when another process has taken the lease. The present process must
-        then end.
+    an owner whose beat goes on, because the owner may have been asked to stop. If another process takes the lease, a
+    thread calls `lost` with a line. The present process must then end.
     """
 
     def __init__(
@@ -244,10 +241,7 @@ def _space() -> str:
 
 
 def _started(process: int) -> str | None:
-    """When a process began, in ticks since the boot; "" if no process has this number, or if it is a zombie.
-
-    None if /proc hides the process (hidepid), because another user owns the process.
-    """
+    """When a process began, in ticks since the boot; "" if it is gone or a zombie; None if /proc hides it (hidepid)."""
     try:
         fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].decode().split()
     except OSError:
