@@ -67,7 +67,7 @@ class Parent:
 
     @property
     def name(self) -> str:
-        """The folder of the run and the step, as "runs/A@100"."""
+        """The folder of the run and the step, as "/home/me/runs/A@100", which `run.start_from` may have."""
         return f"{self.home}@{self.step}"
 
     def check(self, config: ConfigDict, inputs: Mapping[str, str]) -> None:
@@ -156,7 +156,7 @@ def parent_of(config: ConfigDict, files: Path) -> Parent | None:
     If `run.start_from` names no step, the step is the last checkpoint of the parent. A run that ended before its first
     checkpoint begins once more from the same step, which inputs.json in `files`, the new run's folder, names.
 
-    Raises ValueError if there is no such run or checkpoint, or if the record of the checkpoint cannot be read.
+    Raises ValueError if there is no such run or checkpoint, or its record is damaged; StorageFailure if storage fails.
     """
     if not config.run.start_from:
         return None
@@ -213,7 +213,7 @@ class Checkpointing:
 
     @property
     def is_new(self) -> bool:
-        """Whether the run has no checkpoint yet."""
+        """Whether the run has no checkpoint yet. A damaged one counts as a checkpoint."""
         return self.checkpoints.latest_step() is None
 
     @property
@@ -279,7 +279,7 @@ class Checkpointing:
         return taken
 
     def close(self) -> None:
-        """Finishes the checkpoint and the journal, and ends their threads."""
+        """Finishes the checkpoint and the journal that are being written, and ends their threads."""
         self.checkpoints.close()
         if self.journal is not None:
             self.journal.close()

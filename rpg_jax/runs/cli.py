@@ -42,7 +42,7 @@ _EXTRAS = dict.fromkeys(("aiohttp", "grpc", "prometheus_client"), "rpg_jax[serve
 
 
 class Ended(RuntimeError):
-    """An open run that ends with an error, and its exit code."""
+    """An open run that ends with an error: the command prints the message and ends with the exit code `code`."""
 
     def __init__(self, message: str, code: int):
         super().__init__(message)
@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--config.FIELD", metavar="VALUE", help="a changed field, as --config.seed=1")
 
     def add_switch(self, name: str, *, help: str) -> None:
-        """Takes --NAME, --NAME=BOOL, and --noNAME; the option is False by default."""
+        """Takes --NAME, --NAME=BOOL, and --noNAME; the option is False by default. `help` is its line in --help."""
         self.add_argument(f"--{name}", nargs="?", const=True, default=False, type=_boolean, metavar="BOOL", help=help)
         self.add_argument(f"--no{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
 
@@ -109,7 +109,7 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
-        """Raises ValueError in place of argparse's exit: `run` makes one line of it."""
+        """Raises ValueError with `message`, in place of argparse's exit: `run` makes one line of it."""
         raise ValueError(message)  # `run` makes one line of it
 
     def format_help(self) -> str:
@@ -245,7 +245,7 @@ def ends_again(home: epath.Path, error: Exception, *, stepped: bool) -> str:
 
 
 def in_words(error: Exception) -> str:
-    """The error as text without its type. The text names a file that cannot be read or written."""
+    """The error as text, or its type if it has no text. The text names a file that cannot be read or written."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.strerror}: {error.filename}"
     return str(error) or type(error).__name__

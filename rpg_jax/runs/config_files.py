@@ -66,7 +66,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
 def changed(config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
     """A locked copy of `config` with `changes`, {dotted name: value}. References to changed fields change too.
 
-    Raises ValueError if there is no such field, or a value has another type.
+    Raises ValueError if there is no such field, or a value has another type. `config` itself stays.
     """
     known, changing = fields(), copy.deepcopy(config)  # `ConfigDict(config)` would share its unset fields
     for name, value in changes.items():
@@ -99,7 +99,7 @@ def shipped() -> list[str]:
 
 
 def declared() -> Section:
-    """The declaration of every config field, `FIELDS` of configs/base.py."""
+    """The declaration of every config field: the section `FIELDS` of configs/base.py, which is imported."""
     _make_importable()
     return importlib.import_module("configs.base").FIELDS
 
@@ -207,7 +207,7 @@ class Field:
 
     @property
     def kind(self) -> type:
-        """The type of the field's values, such as int."""
+        """The type of the field's values, such as int, also where the default is unset."""
         return self.default.kind if isinstance(self.default, Unset) else type(self.default)
 
     @property
@@ -268,7 +268,7 @@ class Field:
 
     @property
     def text(self) -> str:
-        """The meaning, and after it the values that the field takes."""
+        """The meaning, and after it the values that the field takes, as --help shows both."""
         return f"{self.meaning} {self.values}".rstrip()
 
 
@@ -333,5 +333,5 @@ class Section:
                     yield f"{name}.{key}".lstrip("."), entry
 
     def make_config(self) -> ConfigDict:
-        """A config with every field of the section at its default."""
+        """A config, not locked, with every field of the section at its default. Unset fields read as None."""
         return ConfigDict({k: e.make_config() if isinstance(e, Section) else e.value for k, e in self.entries.items()})

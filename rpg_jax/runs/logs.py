@@ -62,7 +62,7 @@ class RunLog:
     """metrics.jsonl and samples.jsonl of a run folder, kept in step with each other and with the weights.
 
     The first process writes them. Metrics go to `trackers` as well, at first none. The completions of the first
-    `samples` prompts of each step are written.
+    `samples` prompts of each step are written. `run_dir` must exist.
     """
 
     def __init__(self, run_dir: Path, *, samples: int):
@@ -116,14 +116,14 @@ class RunLog:
             self._try(tracker, "the end", lambda own: own.close())
 
     def rewind(self, step: int) -> None:
-        """Drops the lines and rollout files of steps after `step`, which a resumed run writes again."""
+        """Drops the lines and rollout files of steps after `step`, which a resumed run writes again; on process 0."""
         for log in (self._metrics, self._samples) if hosts.is_first() else ():
             log.rewind(step)
         if hosts.is_first():
             rollout_files.rewind(self._run_dir, step)
 
     def drop_samples(self, step: int) -> None:
-        """Drops the completions of steps from `step` on."""
+        """Drops the completions of steps from `step` on; on process 0."""
         if hosts.is_first():
             self._samples.rewind(step - 1)
 
@@ -168,7 +168,7 @@ class Tracker(Protocol):
     """Receives the record of each step, whose metrics are then {name: finite number}."""
 
     def append(self, step: Step) -> None:
-        """Keeps the metrics of a step."""
+        """Keeps the metrics of step `step.number`. An error does not end the run: `RunLog` reports it."""
 
     def close(self) -> None:
         """Ends the tracker after the last step of this process."""
@@ -199,7 +199,7 @@ class TensorBoard:
         self._writer = needed("tensorboard").SummaryWriter(str(folder), purge_step=place.after + 1)
 
     def append(self, step: Step) -> None:
-        """Writes the metrics of a step to the event file, at once."""
+        """Writes `step.metrics`, {name: finite number}, to the event file, at once."""
         for name, value in step.metrics.items():
             self._writer.add_scalar(name, value, step.number)
         self._writer.flush()
@@ -218,7 +218,7 @@ class WandB:
         self._run.define_metric("*", step_metric="step")  # a resumed run repeats steps; wandb's own cannot go back
 
     def append(self, step: Step) -> None:
-        """Sends the metrics of a step."""
+        """Sends `step.metrics`, {name: finite number}, as the metrics of step `step.number`."""
         self._run.log({"step": step.number, **step.metrics})
 
     def close(self) -> None:
@@ -250,7 +250,7 @@ class MLflow:
                 self._client.log_batch(self._run, params=params[first : first + 100])
 
     def append(self, step: Step) -> None:
-        """Stores the metrics of a step, with the present time."""
+        """Stores `step.metrics`, {name: finite number}, with the present time."""
         now = int(1000 * time.time())
         named = {re.sub(r"[^\w.\-/: ]", "_", name): value for name, value in step.metrics.items()}
         metrics = [self._entities.Metric(name, value, now, step.number) for name, value in named.items()]
@@ -269,7 +269,7 @@ class Trackio:
         self._run = needed("trackio").init(resume="allow", **named)
 
     def append(self, step: Step) -> None:
-        """Stores the metrics of a step."""
+        """Stores `step.metrics`, {name: finite number}, as the metrics of step `step.number`."""
         self._run.log(dict(step.metrics), step=step.number)
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ def join(config: ConfigDict) -> None:
     """Joins the other processes of the run, if there are any, and finds the devices. Nothing may touch a device before.
 
     Raises ValueError if the settings contradict each other, or there is no device of the kind that `run.platform` or
-    JAX_PLATFORMS asks for. The message names the process that holds a TPU.
+    JAX_PLATFORMS asks for. The message names who holds a TPU. Several processes wait for each other.
     """
     asked = config.run.platform
     if asked:  # JAX then raises where the device is missing, instead of taking the CPU

@@ -173,7 +173,7 @@ def _own_cache() -> Path | str:
 
 
 def open_run(config: ConfigDict, folder: storage.Folder) -> None:
-    """Makes or reopens the folder of a run and writes `config.json` and `versions.json` into it.
+    """Makes or reopens the folder of a run and writes `config.json` and `versions.json` into it; on one process.
 
     An earlier run of the name is moved to `replaced`, beside the runs, if `run.overwrite` is set, or if the earlier run
     has another config and never took a step. Raises ValueError if a run of this name has another config, and names the

@@ -74,7 +74,7 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def steps(self) -> list[int]:
-        """The step of every checkpoint that is still kept, oldest first."""
+        """The step of every checkpoint that is still kept, damaged or not, oldest first; [] if there is none."""
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Tree, record: Mapping[str, Any]) -> None:

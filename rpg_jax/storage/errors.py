@@ -111,7 +111,7 @@ def one_line(error: BaseException) -> str:
 
 
 def retried(call: Callable[[], T], what: object) -> T:
-    """The result of `call`, repeated after transient errors: three times, within 25 s, each told on stderr.
+    """The result of `call`, repeated after transient errors: up to three times, after 1, 4 and 15 s; stderr says so.
 
     A try may be cut short, so `call` must bear repetition. Raises StorageFailure, which names `what` it reads, if every
     try failed transiently, or one failed permanently. Other errors are not changed.

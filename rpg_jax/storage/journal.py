@@ -65,7 +65,7 @@ class Journal:
     """The journal of one process of a run. `add` and `prune` never wait for the disk: a thread writes and deletes.
 
     The process keeps at most `max_bytes`; `prune` makes room. No method raises an error of the disk or the bucket:
-    stderr says it, and the groups are sampled again.
+    stderr says it, and the groups are sampled again. `directory` may be in a bucket.
     """
 
     def __init__(self, directory: Path | epath.Path, *, max_bytes: int):
@@ -80,7 +80,7 @@ class Journal:
         """The groups that an earlier process completed, as {index in `keys`: completions}, for the keys that it has.
 
         Each key has integers `step` (from 0), `prompt_id` and `version`; all keys have the same `step`. A group is
-        found once: another call does not return it.
+        found once: another call does not return it. stderr says why others are not used.
         """
         step = keys[0]["step"] if keys else -1
         if step != self._loaded[0]:

@@ -52,7 +52,7 @@ class Owner:
 
     @classmethod
     def this_process(cls) -> Owner:
-        """The present process, as the owner of a new lease."""
+        """The present process, as the owner of a new lease, with a new token and beat 0."""
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         token = secrets.token_hex(8)
         return cls(socket.gethostname(), os.getpid(), _space(), _started(os.getpid()) or "", since, token)
@@ -75,7 +75,7 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
     Entering takes the lease. An owner on this machine either lives or has ended. An owner elsewhere is gone once its
     beat stands still for `stale_seconds`; the clocks of the machines need not agree. Entering waits twice this time for
     an owner whose beat goes on, because the owner may have been asked to stop. If another process takes the lease, a
-    thread calls `lost` with a line. The present process must then end.
+    thread calls `lost` with a line. The present process must then end. Raises ValueError if the lease is held.
     """
 
     def __init__(
