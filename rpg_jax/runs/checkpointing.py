@@ -168,9 +168,9 @@ def parent_of(config: ConfigDict, files: Path) -> Parent | None:
             step = _parsed(noted)[1]
         step = run_folder.checkpoint_step(folder, step)
         path = storage.absolute(folder.home / "checkpoints" / str(step))
-        found = integrity.by_all(lambda: read_record(path))
+        identity, record = integrity.by_all(lambda: read_record(path))
         inputs = read_if_there(folder.files / INPUTS)
-        return Parent(folder.home, step, run_folder.flat_fields(theirs), inputs, found.identity, found.record)
+        return Parent(folder.home, step, run_folder.flat_fields(theirs), inputs, identity, record)
 
 
 def adopt_tokenizer(config: ConfigDict, files: Path) -> None:

@@ -252,7 +252,10 @@ def in_words(error: Exception) -> str:
 
 
 def load_config(options: argparse.Namespace) -> config_files.Loaded | None:
-    """The config that `options` of `Parser.read` name; None without --config. Raises ValueError for overrides alone."""
+    """The config file that `options`, of `Parser.read`, name, with its overrides; None without --config.
+
+    Raises ValueError for overrides without --config, or if a file, a field or a value is wrong.
+    """
     if options.config is not None:
         return config_files.load(options.config, options.overrides)
     if options.overrides:

@@ -326,7 +326,7 @@ def installed_packages() -> dict[str, str]:
 
 
 def lock_digest(there: Mapping[str, str], file: Path = config_files.ROOT / LOCK) -> str:
-    """The lockfile's name and digest if `there`, the installed packages, has every locked version; else ""."""
+    """The text "NAME DIGEST" of `file`, a lockfile, if `there`, the installed packages, has its versions; else ""."""
     if not file.exists():
         return ""
     wanted = re.findall(r"^([\w.-]+)==([^\s;\\]+)", text := file.read_text(encoding="utf-8"), re.MULTILINE)

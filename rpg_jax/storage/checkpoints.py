@@ -12,7 +12,7 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -128,12 +128,12 @@ class Checkpoints:
         return integrity.by_all(lambda: self._record(self._directory / str(step)))
 
     def _record(self, path: epath.Path) -> dict[str, Any]:
-        found = read_record(path)
-        theirs, own = self._renewed(finite(found.identity)), self._identity or {}
+        identity, record = read_record(path)
+        theirs, own = self._renewed(finite(identity)), self._identity or {}
         if differing := sorted(name for name, value in own.items() if theirs.get(name, ...) != value):
             named = "; ".join(f"{name} {theirs.get(name)!r}, here {own[name]!r}" for name in differing)
             raise Refused(path, f"it is foreign, of a run with {named}")
-        return found.record
+        return record
 
     def restore(self, step: int, like: Tree) -> Tree:
         """The state of `step`, laid out as the `ShapeDtypeStruct`s of `like`, on any mesh. Waits for the last save.
@@ -299,17 +299,11 @@ class Snapshots:
         errors.written(self._checkpointer.close, self._directory, alone=False)
 
 
-class Recorded(NamedTuple):
-    """The JSON of a checkpoint: the config fields that decide its run's numbers, and the record that a resume needs."""
+def read_record(path: epath.Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(identity, record) of the checkpoint at `path`, whichever run it is of, as dicts of JSON.
 
-    identity: dict[str, Any]
-    record: dict[str, Any]
-
-
-def read_record(path: epath.Path) -> Recorded:
-    """The JSON of the checkpoint at `path`, whichever run it is of.
-
-    Raises Damaged if it is damaged or incomplete, Refused if it has another format, StorageFailure if storage fails.
+    The identity has the config fields that decide the numbers of the run, the record what a resume needs beside arrays.
+    Raises Damaged if they are damaged or incomplete, Refused if of another format, StorageFailure if storage fails.
     """
     if not errors.retried(lambda: _is_committed(path), path):
         raise Damaged(path, "it is half-written: commit_success.txt is missing")
@@ -318,7 +312,7 @@ def read_record(path: epath.Path) -> Recorded:
     envelope = integrity.unsealed(path / "record", stored)
     if envelope["format"] != FORMAT:
         raise Refused(path / "record", f"it has format {envelope['format']}, this version reads {FORMAT}")
-    return Recorded(dict(envelope["identity"] or {}), dict(envelope["record"]))
+    return dict(envelope["identity"] or {}), dict(envelope["record"])
 
 
 def committed_steps(directory: Path | epath.Path) -> list[int]:

@@ -168,7 +168,10 @@ class _Answer(Exception):
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, its cause or context, and so on; after one with an HTTP response, one with its `status_code`."""
+    """The error, its cause or else its context, the cause of that, and so on; each once.
+
+    After an error with an HTTP response comes an exception whose `status_code` is the response's.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
