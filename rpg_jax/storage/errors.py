@@ -1,7 +1,7 @@
 """Classifies errors of storage, and decides what follows: one rule for disks, buckets and checkpoints.
 
-A ValueError of no known `Kind` is the user's, such as a wrong field or a checkpoint of another run. It alone, and only
-before the run is open, ends a command with exit code 2, after which no supervisor starts the run again.
+A ValueError of no known `Kind` is the user's, such as a wrong field or a checkpoint of another run. A user's error
+before the run is open ends a command with exit code 2, after which no supervisor starts it again.
 """
 
 from __future__ import annotations
