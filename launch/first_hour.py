@@ -30,7 +30,7 @@ from rpg_jax.bench import cell
 from rpg_jax.report.run_files import read_metrics
 from rpg_jax.report.tables import markdown_table
 from rpg_jax.runs import cli
-from rpg_jax.storage import json_files
+from rpg_jax.storage.files import read_if_there, to_json
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "could not be run"
 LIMIT_SECONDS = 3600.0  # a step that takes longer hangs
@@ -92,7 +92,7 @@ class Report:
     """
 
     def __init__(self, files: Path, platform: str, quick: bool):
-        self._files, self._kept = files, json_files.read_if_there(files / "report.json")
+        self._files, self._kept = files, read_if_there(files / "report.json")
         self.machine: Json = {"platform": platform, "quick": quick}
         self.steps: dict[str, Json] = {}
         self.runs = Path("runs")
@@ -127,7 +127,7 @@ class Report:
     def write(self) -> Path:
         """Writes report.json and report.md; returns the latter's path."""
         content = {"machine": self.machine, "steps": self.steps}
-        storage.write_atomically(self._files / "report.json", json_files.dumps(content, indent=1))
+        storage.write_atomically(self._files / "report.json", to_json(content, indent=1))
         columns = ("result", "seen", "expected", "seconds", "log")
         rows = [(name, *(step[column] for column in columns)) for name, step in self.steps.items()]
         parts = [f"# The first hour on {self.machine.get('devices', 'a machine')}: {self.summary()}"]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rpg_jax.runs import cli
-from rpg_jax.storage import json_files
+from rpg_jax.storage.files import to_json
 
 COMMANDS = {
     "kernels": "every kernel against plain XLA: their difference, the seconds of both",
@@ -45,7 +45,7 @@ def bench(options: argparse.Namespace) -> None:
     side by side in a table, or with --json on a line each."""
     for found in options.measure(options):
         results = found if isinstance(found, list) else [found]
-        print("\n".join(map(json_files.dumps, results)) if options.json else _table(results), flush=True)
+        print("\n".join(map(to_json, results)) if options.json else _table(results), flush=True)
 
 
 def _table(results: Sequence[Mapping[str, Any]]) -> str:

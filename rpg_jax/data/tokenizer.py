@@ -16,7 +16,7 @@ import tokenizers
 
 from rpg_jax import storage
 from rpg_jax.data.chat import ChatTemplate
-from rpg_jax.storage.json_files import read_if_there
+from rpg_jax.storage.files import read_if_there
 
 _REPLACEMENT = "\ufffd"
 _FILES = (

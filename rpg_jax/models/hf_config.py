@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rpg_jax.models.config import DecoderConfig, Experts, Llama3, Rope, Yarn
-from rpg_jax.storage.json_files import read_object
+from rpg_jax.storage.files import read_object
 
 FAMILIES = {
     "qwen2": "Qwen2ForCausalLM",

@@ -22,7 +22,7 @@ from rpg_jax import storage
 from rpg_jax.models.config import DecoderConfig
 from rpg_jax.models.decoder import Params
 from rpg_jax.models.hf_layout import DTYPES, INDEX, Index, Stored, layout, mismatch, some
-from rpg_jax.storage.json_files import read_object
+from rpg_jax.storage.files import read_object
 
 _DTYPES = {name: np.dtype(dtype) for dtype, name in DTYPES.items()}
 _READERS = 16  # threads

@@ -22,8 +22,7 @@ from rpg_jax.models.decoder import Params
 from rpg_jax.models.hf_config import write_config
 from rpg_jax.models.hf_layout import DTYPES, Stored, file_names, in_files, layout, write_index
 from rpg_jax.parallel import hosts
-from rpg_jax.storage.files import naming, write_atomically
-from rpg_jax.storage.json_files import read_object
+from rpg_jax.storage.files import naming, read_object, write_atomically
 
 _BLOCK_BYTES = 64 * 2**20
 _WRITERS = 4  # threads

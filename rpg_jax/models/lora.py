@@ -26,8 +26,7 @@ from rpg_jax.models.hf_layout import Stored, layout
 from rpg_jax.models.hf_loading import Folder, place_all
 from rpg_jax.models.weights import Adapted, Int8
 from rpg_jax.parallel import hosts
-from rpg_jax.storage.files import write_atomically
-from rpg_jax.storage.json_files import read_object
+from rpg_jax.storage.files import read_object, write_atomically
 
 _ATTENTION, _MLP = frozenset({"q", "k", "v", "o"}), frozenset({"gate", "up", "down"})
 TARGETS: Mapping[str, frozenset[str]] = MappingProxyType(

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rpg_jax.storage.json_files import read_bytes, read_if_there
+from rpg_jax.storage.files import read_bytes, read_if_there
 
 INPUTS = "inputs.json"
 START = "weights before the first step"  # key in INPUTS

@@ -1,28 +1,196 @@
-"""Saving and resuming a run: its checkpoints, the reference's snapshots that they need, and the journal after them."""
+"""How a run saves its state, resumes from it, or begins with the state of another run.
 
+`run.start_from=runs/A@100` makes a new run, a branch, which begins after step 100 of the run A, its parent. The first
+step of the branch is 101. The branch takes over weights, optimizer slots, the count of updates and the position in the
+problems. It takes over the reference if the fields of `reference` are equal. With an equal config the branch computes
+what the parent has computed, to the bit. Other fields may differ, as long as the arrays of the checkpoint keep their
+shapes and meaning.
+
+Somebody else may have written the parent. So only arrays, JSON, the typed config and the tokenizer are read; no code
+that the parent's config names is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from etils import epath
 from ml_collections import ConfigDict
 
-from rpg_jax import storage
+from rpg_jax import losses, storage
+from rpg_jax.parallel import hosts
+from rpg_jax.report.run_files import INPUTS, PARENT
 from rpg_jax.rollout import GroupJournal
-from rpg_jax.runs import branching, cli, run_folder
+from rpg_jax.runs import cli, run_folder
 from rpg_jax.runs.layout import Layout
-from rpg_jax.storage.checkpoints import Checkpoints
-from rpg_jax.storage.integrity import Refused
+from rpg_jax.storage import integrity
+from rpg_jax.storage.checkpoints import Checkpoints, Snapshots, read_record
+from rpg_jax.storage.files import read_bytes, read_if_there
 from rpg_jax.storage.journal import Journal
+from rpg_jax.training.collect import Collector
 from rpg_jax.training.reference import Reference
 from rpg_jax.training.state import TrainState
+
+_SAME = ("optimizer.name", *(f"model.lora.{name}" for name in ("rank", "alpha", "targets", "int8")))
+_OF_ADAPTERS = ("model.compute_dtype", "warm_start.enabled")  # they decide the frozen weights, and where they are kept
+_INPUTS = {
+    "model.path": "the shapes of the model are",
+    "model.tokenizer": "the tokenizer is",
+    "model.path (weights)": "the frozen weights beside the adapters are",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Parent:
+    """A checkpoint of another run, with which a branch begins.
+
+    Attributes:
+      home: the folder of the run, which is only read.
+      step: the step of the checkpoint.
+      config: the config of the run, by dotted name.
+      inputs: the digests of the run's inputs, by what each input is, as "the tokenizer".
+      identity: the fields that decide the numbers of the run, as the checkpoint keeps them.
+      record: the positions that the checkpoint keeps, as `Session.save` has written them.
+    """
+
+    home: epath.Path
+    step: int
+    config: Mapping[str, Any]
+    inputs: Mapping[str, Any]
+    identity: Mapping[str, Any]
+    record: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The folder of the run and the step, as "/home/me/runs/A@100", which `run.start_from` may have."""
+        return f"{self.home}@{self.step}"
+
+    def check(self, config: ConfigDict, inputs: Mapping[str, str]) -> None:
+        """Raises ValueError if the branch cannot take over the arrays of the checkpoint. The message names the field.
+
+        `config` and `inputs` are the config of the branch and the digests of its inputs, by the names in `self.inputs`.
+        """
+        if not {"stream", "reference"} <= self.record.keys():
+            raise ValueError(self._refused("it is no run of rpg_jax.train, and has no position to go on from"))
+        if config.train.steps <= self.step:
+            steps = self.step + config.train.steps
+            raise ValueError(
+                f"run.start_from={self.name} begins after step {self.step}, and train.steps={config.train.steps} is "
+                f"the number of the last step: set train.steps={steps} for {config.train.steps} steps more"
+            )
+        own = run_folder.flat_fields(config)
+        needed = [*_SAME, *(_OF_ADAPTERS if own["model.lora.rank"] else ())]
+        if any(fields["loss.advantage"] in losses.LEARNED_ADVANTAGES for fields in (own, self.config)):
+            needed.append("loss.advantage")
+        for name in needed:
+            if own[name] != self.config[name]:
+                raise ValueError(self._refused(f"{name} is {self.config[name]!r} there and {own[name]!r} here"))
+        for name, what in _INPUTS.items():
+            if name in inputs and self.inputs.get(name, inputs[name]) != inputs[name]:
+                raise ValueError(self._refused(f"{what} another there"))
+
+    def state(self, like: TrainState) -> TrainState:
+        """The weights, optimizer slots and counts, laid out as the `ShapeDtypeStruct`s of `like`. Collective.
+
+        Raises ValueError if they are damaged or do not fit, and StorageFailure if they cannot be read.
+        """
+        try:
+            return integrity.restored(storage.absolute(self.home / "checkpoints" / str(self.step) / "state"), like)
+        except integrity.Damaged:
+            raise
+        except integrity.Refused as error:
+            raise ValueError(self._refused(f"its arrays are others than this config's ({error.reason})")) from error
+
+    def base(self, like: Any) -> Any:
+        """Frozen weights beside the parent's adapters, laid out as `like`. Raises ValueError if they are damaged."""
+        return Snapshots(self.home / "base").restore(0, like)
+
+    def move(self, config: ConfigDict, collector: Collector, reference: Reference) -> str:
+        """Moves collector and reference to the parent's position, as far as problems and fields are the parent's.
+
+        Returns a line for people that says what is taken over, and what begins anew.
+        """
+        anew, now = [], {k: v for k, v in run_folder.identity(config).items() if k != run_folder.START_FROM}
+        then = {k: v for k, v in run_folder.renewed(self.identity).items() if k != run_folder.START_FROM}
+        if now == then:
+            collector.restore(self.record)
+        else:
+            drawn = {**self.record, **(self.record["ahead"] or {})}
+            if any(drawn.get(name) for name in ("pending", "partial", "batches", "carried")):
+                anew.append("the completions that no step had trained yet, because fields differ")
+            try:
+                collector.move_to(self.record["stream"])
+            except ValueError:
+                anew.append("the order of the problems, which or whose seed are others")
+        if all(then.get(name) == value for name, value in now.items() if name.startswith("reference.")):
+            snapshots = Snapshots(self.home / "reference")
+            reference.take_over(self.record["reference"], snapshots.restore)
+        else:
+            reference.begin_at(int(self.record["reference"]["updates"]))
+            anew.append("the reference, because fields of reference differ")
+        return f"begins after step {self.step} of {self.home}" + (f"; anew: {', '.join(anew)}" if anew else "")
+
+    def _refused(self, reason: str) -> str:
+        return (
+            f"run.start_from={self.name}: {reason}. To begin with the weights alone: python -m rpg_jax.export "
+            f"--run={self.home} --step={self.step} --out=FOLDER, then --config.model.path=FOLDER"
+        )
+
+
+def _parsed(text: str) -> tuple[str, int | None]:
+    """The run and the step of "runs/A@100"; the step is None for "runs/A"."""
+    found = re.fullmatch(r"(.+?)(?:@(\d{1,12}))?", text)
+    if not found:
+        raise ValueError(f"run.start_from={text!r} is the folder of a run and a step, as runs/A@100")
+    return found[1], None if found[2] is None else int(found[2])
+
+
+def parent_of(config: ConfigDict, files: Path) -> Parent | None:
+    """The parent that a new run begins from; None without `run.start_from`. Collective: all processes call it.
+
+    If `run.start_from` names no step, the step is the last checkpoint of the parent. A run that ended before its first
+    checkpoint begins once more from the same step, which inputs.json in `files`, the new run's folder, names.
+
+    Raises ValueError if there is no such run or checkpoint, or its record is damaged; StorageFailure if storage fails.
+    """
+    if not config.run.start_from:
+        return None
+    address, step = _parsed(config.run.start_from)
+    noted = str(read_if_there(files / INPUTS).get(PARENT, ""))
+    with run_folder.opened(address) as folder:
+        theirs = run_folder.read_config(folder.files)
+        if step is None and re.fullmatch(rf"{re.escape(str(folder.home))}@\d+", noted):
+            step = _parsed(noted)[1]
+        step = run_folder.checkpoint_step(folder, step)
+        path = storage.absolute(folder.home / "checkpoints" / str(step))
+        identity, record = integrity.by_all(lambda: read_record(path))
+        inputs = read_if_there(folder.files / INPUTS)
+        return Parent(folder.home, step, run_folder.flat_fields(theirs), inputs, identity, record)
+
+
+def adopt_tokenizer(config: ConfigDict, files: Path) -> None:
+    """Copies the tokenizer that the parent has trained to `files`, the folder of a branch whose config names none."""
+    own = files / "tokenizer.model"
+    if not config.run.start_from or config.model.tokenizer or config.model.path or own.exists():
+        return
+    with run_folder.opened(_parsed(config.run.start_from)[0]) as folder:
+        theirs = folder.files / own.name
+        if hosts.is_first() and theirs.is_file():
+            storage.write_atomically(own, read_bytes(theirs))
 
 
 class Checkpointing:
     """Keeps the checkpoints of a run in its folder, and knows which reference snapshot each checkpoint needs.
 
-    A run without a reference policy, as supervised training is, needs no snapshots.
+    A run without a reference policy, as supervised training is, needs no snapshots. `journaled`: a journal is kept too.
 
     Attributes:
+      checkpoints: the checkpoints, each with the state and the record.
       parent: the checkpoint of another run that this run begins with; None for a run that begins anew or goes on.
       journal: keeps the groups that were sampled after the newest complete checkpoint; None if no journal is kept.
     """
@@ -38,14 +206,14 @@ class Checkpointing:
             renewed=run_folder.renewed,
             freed=cli.return_pages,  # on a CPU the memory of a save's copies would stay taken, more with each save
         )
-        self.parent = branching.parent_of(config, folder.files) if self.is_new else None
+        self.parent = parent_of(config, folder.files) if self.is_new else None
         limit = int(c.journal_gib * 2**30)
         self.journal = Journal(folder.home / "journal", max_bytes=limit) if limit and journaled else None
         self._references = {step: self._reference_of(step) for step in self.checkpoints.steps()}
 
     @property
     def is_new(self) -> bool:
-        """Whether the run has no checkpoint yet."""
+        """Whether the run has no checkpoint yet. A damaged one counts as a checkpoint."""
         return self.checkpoints.latest_step() is None
 
     @property
@@ -54,7 +222,7 @@ class Checkpointing:
         return self.is_new and self.parent is None
 
     def restore(self, like: TrainState, reference: Reference | None) -> tuple[int, TrainState, dict[str, Any]]:
-        """(step, state, record) of the newest checkpoint that can be trusted. Raises ValueError if there is none."""
+        """(step, state laid out as `like`, record) of the newest good checkpoint. Raises ValueError if none is good."""
 
         def check(record: dict[str, Any]) -> None:
             if reference is not None:
@@ -67,7 +235,10 @@ class Checkpointing:
         return last
 
     def save(self, step: int, state: TrainState, record: Mapping[str, Any], reference: Reference | None) -> None:
-        """Starts a checkpoint of everything that a resume needs, and deletes snapshots that nobody needs any more."""
+        """Starts a checkpoint of everything that a resume needs, and deletes snapshots that nobody needs any more.
+
+        `record` is JSON-able, and `reference` is None if the run has none. Waits for the previous save.
+        """
         started, earlier = time.perf_counter(), self.checkpoints.steps()
         if reference is not None:
             record = {**record, "reference": reference.commit()}
@@ -85,7 +256,7 @@ class Checkpointing:
         self.seconds = time.perf_counter() - started
 
     def group_journal(self, layout: Layout) -> GroupJournal | None:
-        """The journal of the training rollout; None if there is no journal."""
+        """The run's journal as the training rollout uses it; None if no journal is kept."""
         c = layout.config
         if self.journal is None:
             return None
@@ -103,12 +274,12 @@ class Checkpointing:
         self._prune_journal(step)
 
     def take_seconds(self) -> float:
-        """Seconds that the last start of a checkpoint took; 0 if none has started since the last call."""
+        """Seconds that the last call of `save` took; 0 if there was none since the last call of `take_seconds`."""
         taken, self.seconds = self.seconds, 0.0
         return taken
 
     def close(self) -> None:
-        """Finishes the checkpoint and the journal, and ends their threads."""
+        """Finishes the checkpoint and the journal that are being written, and ends their threads."""
         self.checkpoints.close()
         if self.journal is not None:
             self.journal.close()
@@ -121,5 +292,5 @@ class Checkpointing:
         """The reference snapshot that a checkpoint needs; None where its record names none or cannot be read."""
         try:
             return self.checkpoints.record(step).get("reference", {}).get("number")
-        except Refused:
+        except integrity.Refused:
             return None

@@ -1,10 +1,13 @@
-"""Runs a command: its flags, its config, and one line for an error of the user."""
+"""Runs a command: its flags, its config, one line for an error of the user, and the exit code of every error."""
+
+from __future__ import annotations
 
 import argparse
 import contextlib
 import ctypes
 import difflib
 import faulthandler
+import json
 import logging
 import math
 import os
@@ -14,7 +17,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import absl.flags
 import absl.logging
@@ -22,19 +25,24 @@ import absl.logging
 from rpg_jax.report import screen
 from rpg_jax.runs import config_files
 
+if TYPE_CHECKING:
+    from etils import epath
+
 FAILED = 1
 """Exit code of every other error: of storage, of a lost peer, or a bug. A supervisor may start the command again."""
 USAGE_ERROR = 2
 """Exit code of a user error. It tells a supervisor that another start would end in the same error."""
 GAVE_UP = 3
-"""Exit code of a run that is lost: another start would compute the same and end the same (rpg_jax.runs.failures)."""
+"""Exit code of a run that is lost: another start would compute the same and end the same; see `ends_again`."""
+FAILURES = "failures.json"
+_STARTS = 3
 TRUST = "import the code, and ask the judge, that the config of the run names: you know who wrote its folder"
 _EXTRAS = dict.fromkeys(("aiohttp", "grpc", "prometheus_client"), "rpg_jax[serve]")
 """The extra of rpg_jax that installs an optional package, by the package's module."""
 
 
 class Ended(RuntimeError):
-    """An open run that ends with an error, and its exit code."""
+    """An open run that ends with an error: the command prints the message and ends with the exit code `code`."""
 
     def __init__(self, message: str, code: int):
         super().__init__(message)
@@ -49,8 +57,8 @@ class RunLost(ValueError):
 def run_is_open() -> Iterator[None]:
     """Marks the part of a command in which the run is open: the config was accepted, so no error is the user's.
 
-    A ValueError or an OSError of the block ends the command with one line and the exit code `FAILED`: the same command
-    continues the run. `RunLost` ends the command with `GAVE_UP`.
+    A ValueError or an OSError of the block becomes `Ended`: the command ends with one line and the exit code `FAILED`,
+    and the same command continues the run. `RunLost` ends the command with `GAVE_UP`.
     """
     try:
         yield
@@ -64,24 +72,24 @@ class Parser(argparse.ArgumentParser):
     """The flags of a command. An error is one line. In a command with a config, --help lists the config fields."""
 
     def add_config(self, default: str | None = None) -> None:
-        """Takes --config=FILE, and --config.FIELD=VALUE as overrides of its fields."""
+        """Takes --config=FILE, else `default` is the file, and --config.FIELD=VALUE as overrides of its fields."""
         shipped = ", ".join(config_files.shipped())
         self.add_argument("--config", metavar="FILE", default=default, help=f"the experiment: {shipped}")
         self.add_argument("--config.FIELD", metavar="VALUE", help="a changed field, as --config.seed=1")
 
     def add_switch(self, name: str, *, help: str) -> None:
-        """Takes --NAME and --noNAME, which is the default."""
+        """Takes --NAME, --NAME=BOOL, and --noNAME; the option is False by default. `help` is its line in --help."""
         self.add_argument(f"--{name}", nargs="?", const=True, default=False, type=_boolean, metavar="BOOL", help=help)
         self.add_argument(f"--no{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
 
     def add_beside(self, help: str) -> None:
-        """Takes --beside=FIELD=VALUE,FIELD=VALUE any number of times, for `settings`."""
+        """Takes --beside=FIELD=VALUE,FIELD=VALUE any number of times: `beside` is a list of texts for `settings`."""
         self.add_argument("--beside", metavar="FIELD=VALUE", action="append", default=[], help=help)
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
-        """The options of a command line; `overrides` are the arguments that change the config.
+        """The options of a command line; `overrides` are the arguments that change the config, as --config.seed=1.
 
-        Raises ValueError for an argument that the command does not take; the message has the nearest flag.
+        Raises ValueError for an argument that the command does not take, with the nearest flag, and for a wrong value.
         """
         if broken := [argument for argument in argv if any("\ud800" <= c <= "\udfff" for c in argument)]:
             raise ValueError(f"{broken[0]!r} is no text in UTF-8")
@@ -101,6 +109,7 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
+        """Raises ValueError with `message`, in place of argparse's exit: `run` makes one line of it."""
         raise ValueError(message)  # `run` makes one line of it
 
     def format_help(self) -> str:
@@ -115,9 +124,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def settings(beside: Sequence[str]) -> dict[str, list[str]]:
-    """The settings to compare, as {name: overrides}: the config as it is, and the config with each --beside.
+    """The settings to compare, as {name: overrides}: "as given" without overrides, then each text of --beside.
 
-    Raises ValueError if a setting is not FIELD=VALUE,FIELD=VALUE.
+    "a=1,b=2" gives {"a=1,b=2": ["--config.a=1", "--config.b=2"]}. Raises ValueError for a text of another form.
     """
     found: dict[str, list[str]] = {"as given": []}
     for setting in beside:
@@ -131,7 +140,7 @@ def settings(beside: Sequence[str]) -> dict[str, list[str]]:
 def parser(name: str, description: str) -> Parser:
     """The parser of `python -m rpg_jax.NAME`, which is `rpg-NAME` where the package is installed.
 
-    A `name` with a dot is the whole name of a module outside the package.
+    A `name` with a dot is the whole name of a module outside the package. `description` begins --help.
     """
     script = f"rpg-{name}"
     made = Parser(
@@ -151,14 +160,15 @@ def run(
     *,
     joins: bool = False,
 ) -> int:
-    """Reads the command line and calls `command` with the options; returns the exit code.
+    """Reads the command line and calls `command` with the options; returns the exit code, 0 where `command` gives None.
 
     A user error, which is a `ValueError` or a missing package, ends in one line and `USAGE_ERROR`. Three errors end in
     one line and `FAILED`: a file that cannot be read or written, a `ValueError` of storage that did not answer, and a
-    `ValueError` of an open run. Every other error is a bug and keeps its traceback.
+    `ValueError` of an open run. Every other error is a bug and keeps its traceback: it is raised again, or printed
+    where the processes end together.
 
     Args:
-      argv: the arguments; None: this process's.
+      argv: the arguments; None: this process's, and the process is prepared.
       joins: the processes of several machines run the command together, and end together if one of them fails.
     """
     if argv is None:
@@ -201,19 +211,51 @@ def exit_code(error: Exception) -> int | None:
     if isinstance(error, ModuleNotFoundError):
         return None if (error.name or "").startswith("rpg_jax") else USAGE_ERROR
     if isinstance(error, ValueError):
-        return FAILED if errors.is_transient(error) else USAGE_ERROR
+        return FAILED if errors.kind_of(error) is errors.Kind.TRANSIENT else USAGE_ERROR
     return FAILED if isinstance(error, OSError) else None
 
 
+def ends_again(home: epath.Path, error: Exception, *, stepped: bool) -> str:
+    """Why another start of the run in the folder `home` would end with `error` too; "" if another start may go on.
+
+    A lack of memory comes again, and so does a bug before the first step (not `stepped`). For other errors, such as a
+    silent judge, `FAILURES` in the folder counts the starts that ended with the same text after the same checkpoint:
+    the third is the last. Errors of storage, of a lost process and of the user do not count.
+    """
+    import jax
+
+    from rpg_jax.storage import checkpoints, errors
+
+    if (code := exit_code(error)) not in (None, FAILED):
+        return ""
+    causes = list(errors.chain(error))
+    if any(isinstance(one, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(one) for one in causes):
+        return "another start would need the same memory"
+    if errors.kind_of(error) is errors.Kind.TRANSIENT or any(isinstance(one, OSError) for one in causes):
+        return ""
+    if code is None and not stepped:
+        return "it took no step, and another start would end the same"
+    file, times, before = home / FAILURES, 1, None
+    now = [max(checkpoints.committed_steps(home / "checkpoints"), default=0), errors.one_line(error)]
+    with contextlib.suppress(OSError, ValueError):
+        *before, times = json.loads(file.read_text())
+    times = times + 1 if before == now else 1
+    file.write_text(json.dumps([*now, times]))
+    return f"{times} starts have ended so after checkpoint {now[0]}" if times >= _STARTS else ""
+
+
 def in_words(error: Exception) -> str:
-    """The error as one line. The line names a file that cannot be read or written."""
+    """The error as text, or its type if it has no text. The text names a file that cannot be read or written."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.strerror}: {error.filename}"
     return str(error) or type(error).__name__
 
 
 def load_config(options: argparse.Namespace) -> config_files.Loaded | None:
-    """The config of a command line; None without --config. Raises ValueError for overrides without --config."""
+    """The config file that `options`, of `Parser.read`, name, with its overrides; None without --config.
+
+    Raises ValueError for overrides without --config, or if a file, a field or a value is wrong.
+    """
     if options.config is not None:
         return config_files.load(options.config, options.overrides)
     if options.overrides:
@@ -222,7 +264,7 @@ def load_config(options: argparse.Namespace) -> config_files.Loaded | None:
 
 
 def number(kind: Callable[[str], Any], low: float, high: float = math.inf) -> Callable[[str], Any]:
-    """The type of a flag whose value is a number from `low` to `high`."""
+    """The type of a flag, for argparse: `kind`, such as int, of the text; the number must be in [`low`, `high`]."""
 
     def parse(text: str) -> Any:
         value = kind(text)

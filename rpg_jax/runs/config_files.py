@@ -1,4 +1,4 @@
-"""Finds the files of configs/, in a checkout and in an installed wheel, and loads one with overrides."""
+"""Finds the files of configs/, in a checkout and in an installed wheel; loads one with overrides; declares fields."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ERRORS = (flags.Error, KeyError, AttributeError, OSError, TypeError, ValueError
 
 
 class Loaded(NamedTuple):
-    """A locked config, its file, and its overrides by dotted field."""
+    """A locked config, the path of its file, and its overrides, {dotted field: value}."""
 
     config: ConfigDict
     file: str
@@ -36,13 +36,13 @@ class Loaded(NamedTuple):
 
 
 def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
-    """The config of a file, e.g. "configs/tiny.py" or "configs/x.py:variant".
+    """The config of a file, e.g. "configs/tiny.py" or "configs/x.py:variant", with its `overrides`.
 
     Args:
       name: a path from the current folder, or a shipped config, with or without "configs/" and ".py".
       overrides: arguments as --config.FIELD=VALUE.
 
-    Raises ValueError if there is no such file, variant or field, or a value has another type.
+    Raises ValueError if there is no such file, variant or field, or a value has another type. The file is executed.
     """
     file, colon, variant = name.partition(":")
     _make_importable()
@@ -66,7 +66,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
 def changed(config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
     """A locked copy of `config` with `changes`, {dotted name: value}. References to changed fields change too.
 
-    Raises ValueError if there is no such field, or a value has another type.
+    Raises ValueError if there is no such field, or a value has another type. `config` itself stays.
     """
     known, changing = fields(), copy.deepcopy(config)  # `ConfigDict(config)` would share its unset fields
     for name, value in changes.items():
@@ -94,28 +94,28 @@ def find(name: str) -> Path:
 
 
 def shipped() -> list[str]:
-    """The experiments that come with the package, as --config takes them."""
+    """The configs that come with the package, sorted, as --config takes them: "configs/tiny.py"."""
     return sorted(f"configs/{path.name}" for path in FOLDER.glob("*.py") if path.stem not in ("base", "__init__"))
 
 
 def declared() -> Section:
-    """The declaration of every config field."""
+    """The declaration of every config field: the section `FIELDS` of configs/base.py, which is imported."""
     _make_importable()
     return importlib.import_module("configs.base").FIELDS
 
 
 def fields() -> dict[str, Field]:
-    """Every config field by its dotted name."""
+    """Every config field by its dotted name, as {"train.steps": Field(…)}, in the order of configs/base.py."""
     return dict(declared().fields())
 
 
 def retired(name: str, value: Any = None) -> Retired | None:
-    """The row of a field or value of earlier versions; None for a name that is not retired."""
+    """The row that retires the field `name`, or its value `value`; None if neither is retired."""
     return next((row for row in all_retired() if row.concerns(name, value)), None)
 
 
 def all_retired() -> Sequence[Retired]:
-    """Every field and value of earlier versions."""
+    """Every field and value of earlier versions, `RETIRED` of configs/base.py."""
     declared()
     return sys.modules["configs.base"].RETIRED
 
@@ -123,7 +123,7 @@ def all_retired() -> Sequence[Retired]:
 def nearest(name: str) -> str:
     """The field that a wrong name means, found by initials (`lr`), by the last part of the name, or by its letters.
 
-    For a name without a section the answer may list several fields.
+    For a name without a section the answer may list several fields, as "a.size or b.size".
     """
     known, last = fields(), name.rpartition(".")[2]
 
@@ -184,7 +184,7 @@ from_method = functools.partial(Unset, by_method=True)
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One config field.
+    """The declaration of one config field.
 
     Attributes:
       default: the value, or an `Unset`.
@@ -202,17 +202,17 @@ class Field:
 
     @property
     def value(self) -> Any:
-        """The value in a new config: the default, or a placeholder of its type."""
+        """The value in a new config: the default, or a placeholder of its type, which reads as None."""
         return placeholder(self.default.kind) if isinstance(self.default, Unset) else self.default
 
     @property
     def kind(self) -> type:
-        """The type of the field's values."""
+        """The type of the field's values, such as int, also where the default is unset."""
         return self.default.kind if isinstance(self.default, Unset) else type(self.default)
 
     @property
     def initial(self) -> str:
-        """The default as --help shows it: the value, or "unset" or "method" with the type."""
+        """The default as --help shows it: the value, or "unset" or "method" with the type, as "unset (int)"."""
         if isinstance(self.default, Unset):
             return f"{'method' if self.default.by_method else 'unset'} ({self.default.kind.__name__})"
         text = json.dumps(self.default) if isinstance(self.default, str) else repr(self.default)
@@ -228,13 +228,16 @@ class Field:
 
     @property
     def values(self) -> str:
-        """A sentence with the choices or the range; "" if the field takes every value of its type."""
+        """The choices, "One of a, b.", or the range, "In [0, 1)."; "" if the field takes every value of its type."""
         names = table_names().get(self.choices) if isinstance(self.choices, str) else self.choices
         names = self.names if names is None else names
         return f"One of {', '.join(names)}." if names else f"In {self.range}." if self.range else ""
 
     def check(self, name: str, value: Any) -> None:
-        """Raises ValueError if `value` is no choice or is outside the range. The message has the field's `name`."""
+        """Raises ValueError if `value` is no choice, is outside the range, or is None though the default is a value.
+
+        The message names the field by `name`, its dotted name. The type of `value` is not checked.
+        """
         names = self.names
         if value is None and not isinstance(self.default, Unset):
             raise ValueError(f"{name}=None: the field is always set; its default is {self.initial}")
@@ -250,7 +253,11 @@ class Field:
                 raise ValueError(f"{name}={value!r} must be in {self.range}{hint}")
 
     def check_stored(self, name: str, value: Any, file: Path) -> None:
-        """Raises ValueError if the value in a run's `file` has another type, or is outside the range."""
+        """Raises ValueError if `value`, which a run's config `file` has for the field `name`, cannot be a value of it.
+
+        It has another type, is outside the range, or is no choice. Choices from a table are not checked: the table does
+        not have the user's own functions. None is right where the default is unset.
+        """
         kinds = (self.kind, int) if self.kind is float else (self.kind,)
         if value is None and isinstance(self.default, Unset):
             return
@@ -261,13 +268,13 @@ class Field:
 
     @property
     def text(self) -> str:
-        """The meaning, and the values that the field takes."""
+        """The meaning, and after it the values that the field takes, as --help shows both."""
         return f"{self.meaning} {self.values}".rstrip()
 
 
 @functools.cache
 def table_names() -> dict[str, list[str]]:
-    """The names in each table of choices, as `python -m docs.generate` has written them: --help need not import JAX."""
+    """{"module:TABLE": names} of each table of choices, from a file, so that --help need not import JAX."""
     return json.loads((FOLDER / "choices.json").read_text(encoding="utf-8"))
 
 
@@ -296,12 +303,12 @@ class Retired:
 
     @property
     def line(self) -> str:
-        """The line of an error."""
+        """The line of an error: what is retired, since when, and what to write instead."""
         value = "" if self.value is None else f"={self.value}"
         return f"{self.name}{value} is retired since {self.since}: {self.instead}"
 
     def concerns(self, name: str, value: Any = None) -> bool:
-        """Whether this row retires the field `name`, or the value `value` of the field."""
+        """Whether this row retires the field `name` as a whole, or its value `value`."""
         return name == self.name and self.value in (None, value)
 
 
@@ -312,19 +319,19 @@ class Section:
         self.meaning, self.entries = meaning, entries
 
     def sections(self, name: str = "") -> Iterator[tuple[str, Section]]:
-        """(dotted name, section) of this section, called `name`, and of every section inside it."""
+        """(dotted name, section) of this section, called `name`, and of every section inside it, outer before inner."""
         yield name, self
         for key, entry in self.entries.items():
             if isinstance(entry, Section):
                 yield from entry.sections(f"{name}.{key}".lstrip("."))
 
     def fields(self) -> Iterator[tuple[str, Field]]:
-        """(dotted name, field) of every field."""
+        """(dotted name, field) of every field in this section and the sections inside it."""
         for name, section in self.sections():
             for key, entry in section.entries.items():
                 if isinstance(entry, Field):
                     yield f"{name}.{key}".lstrip("."), entry
 
     def make_config(self) -> ConfigDict:
-        """A config with every field at its default."""
+        """A config, not locked, with every field of the section at its default. Unset fields read as None."""
         return ConfigDict({k: e.make_config() if isinstance(e, Section) else e.value for k, e in self.entries.items()})

@@ -31,8 +31,9 @@ from rpg_jax.runs.logs import completion_entries
 from rpg_jax.runs.memory import make_decoding
 from rpg_jax.runs.policy import Policy
 from rpg_jax.runs.resolve import reward_arguments
-from rpg_jax.storage import json_files, naming, write_atomically
+from rpg_jax.storage import naming, write_atomically
 from rpg_jax.storage.checkpoints import Snapshots
+from rpg_jax.storage.files import read_object, to_json
 from rpg_jax.training.collect import Collector
 from rpg_jax.training.generate import GroupGenerator
 from rpg_jax.training.heartbeat import beat
@@ -189,7 +190,7 @@ def complete(
         else:
             lines = []
             own = records(chunk.set, generate(chunk.problems, step=step, group_size=chunk.samples), scorer)
-            text = "".join(json_files.dumps(record) + "\n" for record in own).encode()
+            text = "".join(to_json(record) + "\n" for record in own).encode()
             with naming(file), file.open("r+b" if file.exists() else "wb") as out:
                 out.truncate(size)
                 out.seek(size)
@@ -342,7 +343,7 @@ def open_folder(out: str | None, stem: Path, settings: dict[str, Any]) -> Path:
     Raises:
       ValueError: the folder holds another evaluation, or a link is in the way. The message names what differs.
     """
-    text = json_files.dumps(settings, indent=1) + "\n"
+    text = to_json(settings, indent=1) + "\n"
     digest = hashlib.sha256(storage.files.secret() + text.encode()).hexdigest()[:8]
     folder = Path(out) if out else stem.with_name(f"{stem.name}-{digest}")
     file = folder / "settings.json"
@@ -350,7 +351,7 @@ def open_folder(out: str | None, stem: Path, settings: dict[str, Any]) -> Path:
     if links := [p for p in ([*there] if out else [folder.parent, folder, *there]) if p.is_symlink()]:
         raise ValueError(f"{links[0]} is a link, and nothing is written through it: remove it, or give another --out")
     now = json.loads(text)
-    known = json_files.read_object(file) if file.exists() else now
+    known = read_object(file) if file.exists() else now
     differing = [f"{k} was {known.get(k)!r}, now {v!r}" for k, v in now.items() if known.get(k) != v]
     if differing:
         raise ValueError(f"{folder} holds another evaluation: {'; '.join(differing)}. Choose another --out")
@@ -389,7 +390,7 @@ def show(title: str, settings: dict[str, Any], records: dict[str, list[Record]],
     Prints a row for each set, and how many completions have no verdict.
     """
     by_set = {name: scores.summarise(own) for name, own in records.items()}
-    write_atomically(folder / "scores.json", json_files.dumps({"settings": settings, "sets": by_set}, indent=1) + "\n")
+    write_atomically(folder / "scores.json", to_json({"settings": settings, "sets": by_set}, indent=1) + "\n")
     write_atomically(folder / "scores.md", scores.markdown(title, settings, by_set))
     first, *rows = scores.one_row_a_set(by_set)
     table = Table(*first, title=title)

@@ -27,12 +27,13 @@ from rpg_jax.environments.stage import Stage
 from rpg_jax.models.weights import quantized
 from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import INPUTS, PARENT, START
-from rpg_jax.runs import branching, cli, config_files, memory, processes, run_folder
+from rpg_jax.runs import checkpointing, cli, config_files, memory, processes, run_folder
 from rpg_jax.runs.layout import Layout, make_layout, teacher_folder
 from rpg_jax.runs.memory import fitting_layout, make_decoding, with_micro_batch
 from rpg_jax.runs.problems import Task, listed
 from rpg_jax.runs.resolve import environment_options, own_code, reward_arguments, with_method
-from rpg_jax.storage import json_files, write_atomically
+from rpg_jax.storage import write_atomically
+from rpg_jax.storage.files import read_if_there
 from rpg_jax.training.generate import GroupGenerator
 from rpg_jax.types import Sampling
 
@@ -81,7 +82,7 @@ def entered(config: ConfigDict, **how: Any) -> Iterator[tuple[Experiment, storag
         cli.keep_buffers()
     run_folder.use_compilation_cache(config.run.compilation_cache)
     with run_folder.held(config) as folder:
-        branching.adopt_tokenizer(config, folder.files)
+        checkpointing.adopt_tokenizer(config, folder.files)
         experiment = open_experiment(config, folder.files, **how)
         print("".join(f"{note}\n" for note in experiment.notes), end="")
         with contextlib.closing(experiment), experiment.layout.activate(), contextlib.ExitStack() as closing:
@@ -359,7 +360,7 @@ def check_inputs(experiment: Experiment, folder: Path, *, begins: bool) -> dict[
         found["reference.path (weights)"] = files_digest(models.local_folder(path))
     if task.train and (path := experiment.config.rehearsal.path):
         found["rehearsal.path"] = files_digest(storage.local(path), "completions.jsonl")
-    known = json_files.read_if_there(folder / INPUTS) if hosts.is_first() and not begins else {}
+    known = read_if_there(folder / INPUTS) if hosts.is_first() and not begins else {}
     known = json.loads(hosts.all_gather_bytes(json.dumps(known or found).encode())[0])
     if changed := [name for name, digest in found.items() if known.get(name, digest) != digest]:
         said = f"{', '.join(changed)} has changed since this run began"
@@ -375,14 +376,14 @@ def check_inputs(experiment: Experiment, folder: Path, *, begins: bool) -> dict[
     return found
 
 
-def note_start(folder: Path, checksum: int, parent: branching.Parent | None = None) -> None:
+def note_start(folder: Path, checksum: int, parent: checkpointing.Parent | None = None) -> None:
     """Adds the checksum of the first weights to `INPUTS`; with adapters, the checksum of the frozen weights.
 
     A warm start gives other weights on another machine. Runs are compared only if they begin with equal weights.
     A branch also notes its `parent`, and the checksum of the weights that it takes over.
     """
     if hosts.is_first():
-        known = json_files.read_if_there(folder / INPUTS) | {START: f"{checksum:016x}"}
+        known = read_if_there(folder / INPUTS) | {START: f"{checksum:016x}"}
         known |= {} if parent is None else {PARENT: parent.name}
         write_atomically(folder / INPUTS, json.dumps(known, indent=2, sort_keys=True) + "\n")
 

@@ -27,7 +27,10 @@ _failing = threading.Event()
 
 
 def initialize(arguments: dict[str, Any]) -> None:
-    """Joins the other processes. From then on, this process ends if another one publishes that it has failed."""
+    """Joins the other processes, with the `arguments` that `settings` returned; returns when all have joined.
+
+    From then on, this process ends if another one publishes that it has failed. At its end it waits for the others.
+    """
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM and let the process go on
     jax.distributed.initialize(**arguments)
     _keep_every_program()
@@ -72,7 +75,7 @@ def fail(reason: str, code: int) -> None:
     """Ends this process of a run of several with exit code `code`. The others print the reason and end with this code.
 
     A process that has not joined the others joins them first: else they would wait for half an hour. If several fail at
-    once, all end with the code of one failure. Returns if the run has one process.
+    once, all end with the code of one failure. Returns if the run has one process, or it cannot join the others.
     """
     try:
         if not jax.distributed.is_initialized():
@@ -105,9 +108,11 @@ def _leave(code: int) -> None:
 
 
 def settings(heartbeat_timeout: int | None = None) -> dict[str, Any] | None:
-    """The arguments of `jax.distributed.initialize`, or None if the run has one process.
+    """The arguments of `jax.distributed.initialize`, from the environment; None if the run has one process.
 
-    Raises ValueError if several processes have no coordinator, or a rank is out of range.
+    `heartbeat_timeout` has seconds, after which a silent process counts as lost; None: JAX's own.
+
+    Raises ValueError if several processes have no coordinator, a rank is out of range, or a variable is no number.
     """
     env = os.environ
     coordinator = env.get("JAX_COORDINATOR_ADDRESS")

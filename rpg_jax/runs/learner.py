@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from rpg_jax import losses, models, storage
 from rpg_jax.models.lora import init_adapters, load_adapters, merged
 from rpg_jax.models.weights import quantized
-from rpg_jax.runs.branching import Parent
+from rpg_jax.runs.checkpointing import Parent
 from rpg_jax.runs.layout import Layout, abstract_model, teacher_folder
 from rpg_jax.runs.resolve import lags, loss_arguments
 from rpg_jax.storage.checkpoints import Snapshots

@@ -23,48 +23,46 @@ from rpg_jax.data import Group
 from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import flat, read_jsonl, read_lines
 from rpg_jax.runs import rollout_files
-from rpg_jax.storage import json_files, naming, write_atomically
+from rpg_jax.storage import naming, write_atomically
+from rpg_jax.storage.files import finite
 from rpg_jax.training.loop import Step
 from rpg_jax.types import Completion
 
 
 class JsonLines:
-    """An append-only file of JSON objects that each carry a `step`."""
+    """The file at `path` of JSON objects, one a line, that each carry a `step`. Lines are only added, or rewound."""
 
     def __init__(self, path: Path):
-        self._path = path
+        self.path = path
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes one line. A later kill of the process does not lose the line. Non-finite numbers become null."""
         line = json.dumps(plain(record), ensure_ascii=False, allow_nan=False)
-        with naming(self._path), self._path.open("a", encoding="utf-8") as file:
+        with naming(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-
-    def read(self) -> list[dict[str, Any]]:
-        """The objects of all lines but a line that a kill cut short. Raises ValueError as `read_lines` does."""
-        return read_jsonl(self._path)
 
     def rewind(self, step: int) -> None:
         """Atomically drops the lines of steps after `step`. Also drops a line that was cut short, and reports it.
 
-        Raises ValueError as `read_lines` does, and for a line without a step.
+        Raises ValueError, with file and line number, if a line before the last is no object, or a line has no step.
         """
-        if not self._path.exists():
+        if not self.path.exists():
             return
-        lines, torn = read_lines(self._path)
+        lines, torn = read_lines(self.path)
         for number, line in enumerate(lines, start=1):
             if not isinstance(line.record.get("step"), int):
-                raise ValueError(f"{self._path}:{number}: it has no step; remove this line")
+                raise ValueError(f"{self.path}:{number}: it has no step; remove this line")
         if torn:
-            print(f"{self._path}: the last line was cut short after {len(torn)} bytes; it is left out", file=sys.stderr)
+            print(f"{self.path}: the last line was cut short after {len(torn)} bytes; it is left out", file=sys.stderr)
         kept = [line.content for line in lines if line.record["step"] <= step]
-        write_atomically(self._path, b"".join(content + b"\n" for content in kept))
+        write_atomically(self.path, b"".join(content + b"\n" for content in kept))
 
 
 class RunLog:
     """metrics.jsonl and samples.jsonl of a run folder, kept in step with each other and with the weights.
 
-    Metrics go to `trackers` as well. The completions of the first `samples` prompts of each step are written.
+    The first process writes them. Metrics go to `trackers` as well, at first none. The completions of the first
+    `samples` prompts of each step are written. `run_dir` must exist.
     """
 
     def __init__(self, run_dir: Path, *, samples: int):
@@ -75,7 +73,7 @@ class RunLog:
         self._samples_per_step = samples
 
     def append_samples(self, step: int, groups: Sequence[Group]) -> None:
-        """Writes completions of a step; on the first process.
+        """Writes the completions of the first prompts in `groups`, with their scores; on the first process.
 
         Call it before `append`, so that a step with metrics has its completions.
         """
@@ -98,33 +96,34 @@ class RunLog:
                 )
 
     def append(self, step: Step) -> None:
-        """Writes the metrics of a step; on the first process."""
+        """Writes the metrics of a step, and gives the finite ones to the trackers; on the first process."""
         if not hosts.is_first():
             return
         self._metrics.append({"step": step.number, **step.metrics})
-        finite = {k: float(v) for k, v in plain(step.metrics).items() if isinstance(v, int | float)}
-        numbers = dataclasses.replace(step, metrics=finite)
+        known = {k: float(v) for k, v in plain(step.metrics).items() if isinstance(v, int | float)}
+        numbers = dataclasses.replace(step, metrics=known)
         for tracker in self.trackers:
             self._try(tracker, f"step {step.number}", lambda own: own.append(numbers))
 
     def has(self, step: int) -> bool:
         """Whether the metrics of a step are written. Collective: every process gets the answer of the first."""
-        found = hosts.is_first() and any(record["step"] == step for record in self._metrics.read())
+        found = hosts.is_first() and any(record["step"] == step for record in read_jsonl(self._metrics.path))
         return bool(hosts.pmax(found))
 
     def close(self) -> None:
+        """Closes the trackers. An error of a tracker is reported on stderr."""
         for tracker in self.trackers:
             self._try(tracker, "the end", lambda own: own.close())
 
     def rewind(self, step: int) -> None:
-        """Drops the lines and rollout files of steps after `step`, which a resumed run writes again."""
+        """Drops the lines and rollout files of steps after `step`, which a resumed run writes again; on process 0."""
         for log in (self._metrics, self._samples) if hosts.is_first() else ():
             log.rewind(step)
         if hosts.is_first():
             rollout_files.rewind(self._run_dir, step)
 
     def drop_samples(self, step: int) -> None:
-        """Drops the completions of steps from `step` on."""
+        """Drops the completions of steps from `step` on; on process 0."""
         if hosts.is_first():
             self._samples.rewind(step - 1)
 
@@ -144,16 +143,16 @@ class RunLog:
 def completion_entries(completion: Completion) -> dict[str, Any]:
     """The entries of a completion in files of completions, beside its text and scores.
 
-    `tokens` is the number of tokens that the policy has sampled. A conversation with an environment has `turns`: the
-    [first, end] of each observation, in tokens of the completion; the rewards of the turns; and the kind of failure, or
-    null.
+    `tokens` is the number of tokens that the policy has sampled, and `finish_reason` the completion's. A conversation
+    with an environment has `turns`: the [first, end] of each observation, in tokens of the completion; the rewards of
+    the turns; and the kind of failure, or null.
     """
     turns = {} if completion.turns is None else {"turns": completion.turns.record()}
     return {"tokens": int(completion.sampled.sum()), "finish_reason": completion.finish_reason, **turns}
 
 
 def plain(value: Any) -> Any:
-    """`value` with Python's own types for JSON; non-finite numbers become None."""
+    """`value` in Python's own types for JSON, scalars of NumPy and JAX too; non-finite numbers become None."""
     if isinstance(value, bool | str | None):
         return value
     if isinstance(value, list | tuple):
@@ -166,11 +165,13 @@ def plain(value: Any) -> Any:
 
 
 class Tracker(Protocol):
-    """Receives the record of each step, whose metrics are then finite numbers."""
+    """Receives the record of each step, whose metrics are then {name: finite number}."""
 
-    def append(self, step: Step) -> None: ...
+    def append(self, step: Step) -> None:
+        """Keeps the metrics of step `step.number`. An error does not end the run: `RunLog` reports it."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the tracker after the last step of this process."""
 
 
 class Place(NamedTuple):
@@ -179,7 +180,7 @@ class Place(NamedTuple):
     Attributes:
       folder: the folder of the run. Trackers without a server write there.
       name, project: the run's name and project. A later process continues the run under this name.
-      config: the resolved config.
+      config: the resolved config, as nested dicts.
       after: the last step that an earlier process wrote.
     """
 
@@ -198,16 +199,18 @@ class TensorBoard:
         self._writer = needed("tensorboard").SummaryWriter(str(folder), purge_step=place.after + 1)
 
     def append(self, step: Step) -> None:
+        """Writes `step.metrics`, {name: finite number}, to the event file, at once."""
         for name, value in step.metrics.items():
             self._writer.add_scalar(name, value, step.number)
         self._writer.flush()
 
     def close(self) -> None:
+        """Closes the event file."""
         self._writer.close()
 
 
 class WandB:
-    """A run of Weights & Biases."""
+    """A run of Weights & Biases, which a later process of the same name continues."""
 
     def __init__(self, place: Place):
         named = {"id": place.name, "name": place.name, "project": place.project, "config": dict(place.config)}
@@ -215,9 +218,11 @@ class WandB:
         self._run.define_metric("*", step_metric="step")  # a resumed run repeats steps; wandb's own cannot go back
 
     def append(self, step: Step) -> None:
+        """Sends `step.metrics`, {name: finite number}, as the metrics of step `step.number`."""
         self._run.log({"step": step.number, **step.metrics})
 
     def close(self) -> None:
+        """Marks the run as finished, once all is sent."""
         self._run.finish()
 
 
@@ -245,12 +250,14 @@ class MLflow:
                 self._client.log_batch(self._run, params=params[first : first + 100])
 
     def append(self, step: Step) -> None:
+        """Stores `step.metrics`, {name: finite number}, with the present time."""
         now = int(1000 * time.time())
         named = {re.sub(r"[^\w.\-/: ]", "_", name): value for name, value in step.metrics.items()}
         metrics = [self._entities.Metric(name, value, now, step.number) for name, value in named.items()]
         self._client.log_batch(self._run, metrics=metrics)
 
     def close(self) -> None:
+        """Marks the run as finished."""
         self._client.set_terminated(self._run)
 
 
@@ -262,9 +269,11 @@ class Trackio:
         self._run = needed("trackio").init(resume="allow", **named)
 
     def append(self, step: Step) -> None:
+        """Stores `step.metrics`, {name: finite number}, as the metrics of step `step.number`."""
         self._run.log(dict(step.metrics), step=step.number)
 
     def close(self) -> None:
+        """Marks the run as finished."""
         self._run.finish()
 
 
@@ -279,7 +288,7 @@ PACKAGES = {name: name for name in TRACKERS} | {"tensorboard": "tensorboardX"}
 
 
 def chosen(text: str) -> list[str]:
-    """The trackers that `log.tracker` names, separated by commas. Raises ValueError for an unknown tracker."""
+    """The trackers in `log.tracker`, a text with commas, in this order. Raises ValueError for an unknown tracker."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in names if name not in TRACKERS]:
         raise ValueError(f"log.tracker={text!r}: no tracker {unknown[0]!r}; there are {', '.join(TRACKERS)}")
@@ -287,7 +296,7 @@ def chosen(text: str) -> list[str]:
 
 
 def needed(name: str) -> Any:
-    """The module of a tracker. Raises ValueError with the fix if the module is not installed."""
+    """The module of the tracker `name` of `TRACKERS`. Raises ValueError with the fix if it is not installed."""
     package = PACKAGES[name]
     try:
         return importlib.import_module(package)
@@ -298,7 +307,7 @@ def needed(name: str) -> Any:
 
 
 def trackers_of(config: ConfigDict, folder: Path, *, after: int) -> list[Tracker]:
-    """The trackers that the config asks for, from step `after` on. Raises ValueError as `chosen` and `needed` do."""
-    fields = json_files.finite(json.loads(config.to_json_best_effort()))
+    """Opens the trackers of the config, for steps after `after`. Raises ValueError for one not known or installed."""
+    fields = finite(json.loads(config.to_json_best_effort()))
     place = Place(folder, config.run.name, config.log.project, fields, after)
     return [TRACKERS[name](place) for name in chosen(config.log.tracker)]

@@ -1,10 +1,9 @@
-"""The processes of one run: the run stops where they differ, and a signal ends them early.
+"""The processes of one run: the run stops where they differ, a signal ends it early, and a watchdog if it has stalled.
 
-A signal ends a run within seconds; a second signal ends it at once. The run finishes and saves
-the step in progress if that ends in time. It leaves an evaluation that is due after the step to the run that continues.
-No step is saved halfway. A step that does not end within `run.stop_seconds` is lost: the process ends at that deadline,
-and the next run repeats every step since the last complete checkpoint, to the same bits. A watchdog ends a run that has
-stalled. While a run loads weights or trains its warm start, nothing is to save, and SIGTERM ends it at once.
+After a signal, the run finishes and saves the step in progress. It leaves an evaluation that is due after the step to
+the run that continues. No step is saved halfway. A step that does not end within `run.stop_seconds` is lost: the
+process ends at that deadline, and the next run repeats every step since the last complete checkpoint, to the same bits.
+While a run loads weights or trains its warm start, nothing is to save, and SIGTERM ends it at once.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ _GPUS = ("gpu", "cuda", "rocm")  # JAX calls all of them "gpu" once it has found
 def join(config: ConfigDict) -> None:
     """Joins the other processes of the run, if there are any, and finds the devices. Nothing may touch a device before.
 
-    Raises:
-      ValueError: the settings contradict each other, or there is no device of the kind that `run.platform` or
-        JAX_PLATFORMS asks for. The message names the process that holds a TPU.
+    Raises ValueError if the settings contradict each other, or there is no device of the kind that `run.platform` or
+    JAX_PLATFORMS asks for. The message names who holds a TPU. Several processes wait for each other.
     """
     asked = config.run.platform
     if asked:  # JAX then raises where the device is missing, instead of taking the CPU
@@ -67,11 +65,10 @@ def platform() -> str:
 
 
 def check(config: ConfigDict) -> None:
-    """Checks this process against the config and against the other processes.
+    """Checks this process against the config and against the other processes. Collective: all processes call it.
 
-    Raises:
-      ValueError: sampling ahead would share devices with training, or processes differ in devices, versions or config.
-        If processes differ, the message names the hosts and the differences.
+    Raises ValueError if sampling ahead would share devices with training, or processes differ in devices, versions or
+    config. If processes differ, the message names the hosts and the differences.
     """
     ahead, devices = config.rollout.max_staleness, jax.device_count()
     shared = not config.rollout.devices and not find_driver(config.rollout.driver).remote
@@ -87,7 +84,7 @@ def check(config: ConfigDict) -> None:
 
 
 def facts(config: ConfigDict) -> dict[str, Any]:
-    """Facts that must be the same in all processes of a run; "host" is for the message."""
+    """Facts that must be the same in all processes of a run, by name; "host", this machine's, is for the message."""
     made_with = run_folder.made_with()
     fields = run_folder.flat_fields(config)
     return {
@@ -103,7 +100,7 @@ def facts(config: ConfigDict) -> dict[str, Any]:
 
 
 def differences(all_facts: list[dict[str, Any]]) -> str:
-    """A text with the differences between each process and the first process; "" if there are none."""
+    """A text with the differences between each process's `facts` and those of the first; "" if there are none."""
     first, named = all_facts[0], []
     for process, other in enumerate(all_facts[1:], start=1):
         named += [
@@ -116,7 +113,7 @@ def differences(all_facts: list[dict[str, Any]]) -> str:
 
 
 def device_holders(proc: Path = Path("/proc")) -> dict[int, str]:
-    """The command lines of other processes of this host that have a TPU's device file open, by process id."""
+    """{process id: command line} of other processes of this host that are seen to have a TPU's device file open."""
     holders = {}
     for folder in proc.iterdir():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
@@ -137,16 +134,14 @@ _LAST_WORDS = 1.0  # seconds that the last message may take
 
 
 class StopRequest:
-    """Whether the run has been asked to end, by SIGTERM, SIGINT or a call of `request`.
+    """Whether the run was asked to end, by SIGTERM, SIGINT or a call of `request`: `signal` is its number, or None.
 
     Inside `listening` the first signal is the request. A signal more than 1 s later ends the process at once. A thread
-    of its own hears the signals. So a main thread that is deep in a compiled program delays neither the deadline nor
-    the second signal.
+    hears the signals. So a main thread in a compiled program delays neither deadline nor second signal.
 
     Args:
       seconds: the longest time from the request to the end of the process.
-      give_up: called at the deadline, before the process ends, to say what is saved. The process ends even if `give_up`
-        fails or hangs.
+      give_up: called at the deadline, to say what is saved. Then the process ends, also if it fails or hangs.
     """
 
     def __init__(self, seconds: float, give_up: Callable[[], None]):
@@ -178,7 +173,7 @@ class StopRequest:
             theirs.close()
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Asks the run to end, as the first signal does. Only two real signals end it at once."""
+        """Asks the run to end, as signal `number` would, and starts the deadline. A second call does nothing."""
         if self.signal is not None:
             return
         self.signal = number
@@ -188,7 +183,7 @@ class StopRequest:
         self._asked.set()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits until the run has been asked to end, at most `seconds`. Returns whether it has been asked."""
+        """Waits until the run is asked to end, at most `seconds` (None: for ever). Returns whether it was asked."""
         return self._asked.wait(seconds)
 
     def agreed(self) -> int | None:
@@ -231,16 +226,14 @@ STALLED = 75
 
 
 class Watchdog:
-    """Writes all stacks to stall.txt in `folder` and exits with `STALLED` after `seconds` without a heartbeat.
+    """A context that exits with `STALLED` after `seconds` without a heartbeat, all stacks in `folder`/stall.txt.
 
-    Every `heartbeat.beat` of this process counts, of any thread. `last_words` is called
-    once stall.txt is complete, before the exit. If the interpreter itself is held, no Python thread runs; then C code
-    writes the stacks a little later, and the exit code is 1.
+    Every `heartbeat.beat` of this process counts, of any thread. `last_words` is called once stall.txt is complete,
+    before the exit. If the interpreter itself is held, no Python thread runs; then C code writes the stacks a little
+    later, and the exit code is 1. With several processes, the file of process N is stall-N.txt.
     """
 
     def __init__(self, folder: Path, seconds: float, last_words: Callable[[], None] = lambda: None):
-        if seconds <= 0:
-            raise ValueError(f"run.stall_seconds must be above 0, got {seconds}")
         name = f"stall-{jax.process_index()}.txt" if jax.process_count() > 1 else "stall.txt"
         self._path, self._seconds, self._last_words = folder / name, seconds, last_words
         self._done = threading.Event()

@@ -20,7 +20,7 @@ from rpg_jax.parallel import hosts
 from rpg_jax.runs.experiment import Experiment
 from rpg_jax.runs.layout import packing_shape
 from rpg_jax.runs.supervised import packed
-from rpg_jax.storage import json_files
+from rpg_jax.storage.files import read_object
 from rpg_jax.training.step import Rehearsed
 from rpg_jax.types import Batch, Completion
 
@@ -57,7 +57,7 @@ def open_rehearsal(e: Experiment) -> Rehearsal | None:
     c, folder = e.config, storage.local(e.config.rehearsal.path)
     if not (file := folder / "completions.jsonl").exists():
         raise ValueError(f"rehearsal.path={folder} has no {file.name}: give the folder that rpg_jax.evaluate wrote")
-    check_settings(e, json_files.read_object(folder / "settings.json"))
+    check_settings(e, read_object(folder / "settings.json"))
     if not (examples := kept(e, data.file_rows(file))):
         raise ValueError(f"rehearsal.path={folder}: no training problem has right completions only; evaluate more")
     if hosts.is_first():

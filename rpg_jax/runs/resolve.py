@@ -45,7 +45,8 @@ def with_method(config: ConfigDict) -> ConfigDict:
 
     The row has the fields of `loss`, and the reference's rule, dynamic sampling, overlong shaping and learning rate.
     Other fields follow from set fields: `loss.constant_length`, `optimizer.decay_until`, `rewards.parts` and
-    `rewards.overlong_buffer`. Raises ValueError if the method is unknown.
+    `rewards.overlong_buffer`. A loss or an advantage that is named module:function is imported. Raises ValueError if
+    the method is unknown, or `loss.arguments` is no JSON object or sets what has a field.
     """
     method = losses.get_method(config.method)
     _declare_own(config)
@@ -87,8 +88,8 @@ def with_method(config: ConfigDict) -> ConfigDict:
 def check_training(config: ConfigDict) -> None:
     """Refuses settings that would stop or waste a training run after minutes of computation.
 
-    Raises ValueError if a published model lacks its weights, updates would not change the master weights, stale
-    completions do not fit the loss, or an optional package is not installed.
+    Raises ValueError if a published model lacks its weights, updates would not change the master weights, completions
+    in parts or stale ones do not fit the other fields, or an optional package is not installed.
     """
     m = config.model
     if m.param_dtype != "float32":
@@ -293,10 +294,7 @@ def _named(what: str) -> Iterator[None]:
 
 
 def _declare_own(config: ConfigDict) -> None:
-    """Imports the loss and the advantage that the config names as module:function.
-
-    A function that a Python program handed over is declared already.
-    """
+    """Imports the loss and the advantage that are named module:function, unless a program has declared the function."""
     loss, advantage = config.loss.name or "", config.loss.advantage or ""
     if ":" in loss and loss not in losses.LOSSES:
         losses.declare_own_loss(loss, load(loss, "loss"))
@@ -320,7 +318,7 @@ def _check_environment(config: ConfigDict) -> None:
 
 
 def own_code(config: ConfigDict) -> dict[str, str]:
-    """The fields of a config that name functions and classes outside this package, by these names ("module:name").
+    """{"module:name": field} of the functions and classes outside this package that the fields of a config name.
 
     The environment "tools" imports the tools and the verifier that its options name.
     """
@@ -336,7 +334,7 @@ def own_code(config: ConfigDict) -> dict[str, str]:
 def check_trusted(config: ConfigDict, run: object, *, trust: bool) -> None:
     """Refuses the config of a run that somebody else may have written, if it names code to import or a judge to ask.
 
-    Raises ValueError without `trust`. The message names the code and the judge.
+    Raises ValueError without `trust`. The message names the code, the judge, and `run`, the run's folder.
     """
     named = [f"imports {name!r} ({field})" for name, field in own_code(config).items() if field[:5] != "loss."]
     if rewards.JUDGE in reward_arguments(config)[0]:
@@ -349,7 +347,7 @@ def check_trusted(config: ConfigDict, run: object, *, trust: bool) -> None:
 
 
 def environment_options(config: ConfigDict) -> dict[str, Any]:
-    """The keyword arguments of the config's environment. Raises ValueError if the field is no JSON object."""
+    """The keyword arguments of the environment. Raises ValueError if `environment.options` is no JSON object."""
     return _json_object("environment.options", config.environment.options, '{"high": 50}')
 
 
@@ -364,10 +362,7 @@ def _json_object(field: str, text: str, example: str) -> dict[str, Any]:
 
 
 def _loss_object(config: ConfigDict) -> dict[str, Any]:
-    """The hyperparameters in `loss.arguments`.
-
-    Raises ValueError if the text is not JSON, or has a hyperparameter that a config field sets: checks read the field.
-    """
+    """The hyperparameters in `loss.arguments`. Raises ValueError if one has a config field: checks read the field."""
     given = _json_object("loss.arguments", config.loss.arguments or "{}", '{"tau": 0.5}')
     own = ":" in (config.loss.name or "")
     if known := [name for name in given if name in config.loss and not (own and config.loss[name] is None)]:
@@ -376,14 +371,14 @@ def _loss_object(config: ConfigDict) -> dict[str, Any]:
 
 
 def loss_arguments(config: ConfigDict) -> tuple[str, dict[str, Any]]:
-    """The name and the hyperparameters of `losses.policy_loss`."""
+    """(name, {hyperparameter: value}) for `losses.policy_loss`, of a config that `with_method` has filled in."""
     others = ("advantage", "credit", "entropy_coef", "arguments")
     fields = {k: v for k, v in config.loss.to_dict().items() if v is not None and k not in others}
     return fields.pop("name"), fields | _loss_object(config)
 
 
 def reward_arguments(config: ConfigDict) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-    """The weights and the options of `rewards.Scorer`, by part."""
+    """Weights and options of `rewards.Scorer`: {part: weight}, and {part: keyword arguments} where it has some."""
     c, limit = config.rewards, config.rollout.max_tokens
     weights = _weights(_reward_parts(config))
     if c.accuracy is not None:

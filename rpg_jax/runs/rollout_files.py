@@ -55,7 +55,7 @@ Numbers = Callable[[jax.Array, jax.Array, Batch], jax.Array]
 def token_numbers(loss: str | losses.Loss, **hyperparameters: Any) -> Numbers:
     """A jitted function (log-probs f32[B, C], entropy f32[B, C], batch) -> f32[B, C, K], the numbers of `COLUMNS`.
 
-    Equal arguments give the same function, so that runs of one process compile it once.
+    The loss decides `clip`. Equal arguments give the same function, so that runs of one process compile it once.
     """
 
     @jax.jit
@@ -80,8 +80,9 @@ def token_numbers(loss: str | losses.Loss, **hyperparameters: Any) -> Numbers:
 class RolloutFiles:
     """Writes the rollout files: the first `groups` groups, mini-batch by mini-batch, of step 1 and every `every`-th.
 
-    `parts` has the weight of each part of the reward, in the order of `Group.parts`.
     A file costs a pass of log-probs over the mini-batches that hold its groups. It changes no number of the run.
+    `logprobs` maps weights and rows to (log-probs f32[B, C], entropy f32[B, C], …), and `numbers` is of
+    `token_numbers`. `parts` has the weight of each part of the reward, in the order of `Group.parts`.
     """
 
     run_dir: Path
@@ -93,11 +94,11 @@ class RolloutFiles:
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def is_due(self, step: int) -> bool:
-        """Whether a file of the step is to be written."""
+        """Whether a file of the step is to be written: step 1 and the multiples of `every`."""
         return step == 1 or step % self.every == 0
 
     def after_updates(self, step: int, batch: RolloutBatch[Group], state: TrainState) -> None:
-        """Writes the file of `step`; `state` is the state after the step's updates.
+        """Writes the file of `step`; `state` is the state after the step's updates on `batch`.
 
         Collective: all processes call it, and the first process writes.
         """
@@ -121,7 +122,7 @@ class RolloutFiles:
 
 
 def rewind(run_dir: Path, step: int) -> None:
-    """Removes the files of steps after `step`, which a resumed run writes again."""
+    """Removes the rollout files of steps after `step` in the run folder `run_dir`, which a resumed run writes again."""
     for file in (run_dir / FOLDER).glob("*.npz"):
         if STEP.fullmatch(file.stem) and int(file.stem) > step:
             file.unlink()
@@ -135,7 +136,10 @@ def encode(
     tokenizer: Tokenizer,
     parts: Mapping[str, float] = MappingProxyType({}),
 ) -> bytes:
-    """The bytes of a file; `numbers` are f32[n, K] for each group and completion, `parts` as in `RolloutFiles`."""
+    """The bytes of the file of `step`, whose updates made the weights `version`.
+
+    `numbers` has f32[n, K], by `COLUMNS`, of each group and completion. `parts` has the weight of each part.
+    """
     completions, flat = [c for g in groups for c in g.completions], [x for group in numbers for x in group]
     found: dict[tuple[str, bool], int] = {}  # (text, whether it names a special token) -> its number
     named = [piece for c in completions for piece in _pieces(c.tokens, tokenizer)]
@@ -189,9 +193,8 @@ def _of_policy(numbers: np.ndarray, completion: Completion) -> np.ndarray:
 
 
 def _pieces(tokens: np.ndarray, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """(text, whether the text is the name of a special token) of each token. The other texts are the completion.
-
-    The last text ends with the rest of a cut character.
+    """(text, whether the text names a special token) of each token. The other texts are the completion: the last of
+    them ends with the rest of a cut character.
     """
     decoder, found = IncrementalDecoder(tokenizer), []
     for token in tokens.tolist():

@@ -23,12 +23,11 @@ from ml_collections import ConfigDict
 from rpg_jax import storage
 from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import Run, flat
-from rpg_jax.runs import cli, config_files, failures, run_names
+from rpg_jax.runs import cli, config_files, run_names
 from rpg_jax.runs.config_files import Unset
 from rpg_jax.runs.resolve import check_training
-from rpg_jax.storage import json_files
 from rpg_jax.storage.checkpoints import committed_steps
-from rpg_jax.storage.json_files import read_if_there, read_object
+from rpg_jax.storage.files import finite, read_if_there, read_object, to_json
 from rpg_jax.storage.leases import Lease
 
 LOCK = "requirements-tpu.lock"  # every package of a TPU worker with its version and its hash
@@ -61,7 +60,8 @@ _PACKAGES = (
 def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, Any], kind: str | None = None) -> str:
     """The name of a run: config file, method, other overrides and seed, as tiny-grpo-lr3e-4-seed1.
 
-    So the same command continues the same run. A run without a method, as a supervised run, gives a `kind` instead.
+    So the same command continues the same run. `overrides` are the changed fields, {dotted name: value}. A run without
+    a method, as a supervised run, gives a `kind`.
     """
     named = ("method", "seed", "train.steps", "warm_start.dir")
     other = {k: v for k, v in overrides.items() if k not in named and not k.startswith(_AROUND)}
@@ -73,7 +73,7 @@ def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, A
 
 
 def named(config: ConfigDict, file: str, overrides: Mapping[str, Any], **kind: str) -> ConfigDict:
-    """The config with a name for its run: `run.name`, or else `default_name` of the arguments.
+    """The config itself, whose `run.name` is set to the name that `default_name` gives, unless it is set already.
 
     Raises ValueError for what would stop or waste the run after minutes, and for a name that no folder can have.
     """
@@ -97,19 +97,28 @@ def of(config: ConfigDict) -> storage.Folder:
 
 @contextlib.contextmanager
 def held(config: ConfigDict) -> Iterator[storage.Folder]:
-    """The folder of a run, opened by `open_run`; until the end, no other run writes there.
+    """The folder of a run, opened by `open_run`; until the end, no other run writes there. Collective.
 
     A new run that fails before its first step leaves no folder, unless what is in it helps: groups that a resume takes
-    over, or a record of the failure. Raises ValueError as `of` and `open_run` do, and if another run is writing there.
+    over, or a record of the failure. An error of the block gets the attribute `ends_again`, the text of
+    `cli.ends_again`. Raises ValueError if the folder cannot be this run's, or another run is writing there.
     """
     folder = of(config)
     is_new = hosts.is_first() and not storage.in_bucket(folder.home) and not folder.home.exists()
     try:
-        with _held(config, folder):
+        with contextlib.ExitStack() as closing:
+            with hosts.first_alone("run folder"):
+                if hosts.is_first():
+                    closing.enter_context(Lease(folder.home, _stop_writing))
+                closing.enter_context(folder)
+                if hosts.is_first():
+                    with storage.files.locked(folder.files) if folder.files.exists() else contextlib.nullcontext():
+                        open_run(config, folder)
+                    closing.enter_context(storage.files.locked(folder.files))
             yield folder
     except Exception as error:
         stepped = _stepped(folder)
-        error.ends_again = failures.ends_again(folder, error, stepped=stepped)  # type: ignore[attr-defined]
+        error.ends_again = cli.ends_again(folder.home, error, stepped=stepped)  # type: ignore[attr-defined]
         if is_new and not stepped and not any(map(_helps, folder.files.rglob("*"))):
             shutil.rmtree(folder.home, ignore_errors=True)
         raise
@@ -121,20 +130,6 @@ def _helps(path: Path) -> bool:
     return helps and path.is_file() and path.stat().st_size > 0
 
 
-@contextlib.contextmanager
-def _held(config: ConfigDict, folder: storage.Folder) -> Iterator[None]:
-    with contextlib.ExitStack() as closing:
-        with hosts.first_alone("run folder"):
-            if hosts.is_first():
-                closing.enter_context(Lease(folder.home, _stop_writing))
-            closing.enter_context(folder)
-            if hosts.is_first():
-                with storage.files.locked(folder.files) if folder.files.exists() else contextlib.nullcontext():
-                    open_run(config, folder)
-                closing.enter_context(storage.files.locked(folder.files))
-        yield
-
-
 def _stop_writing(reason: str) -> None:
     print(f"error: {reason}", file=sys.stderr, flush=True)
     os._exit(cli.GAVE_UP)  # whatever is under way would mix with what the other process writes
@@ -142,7 +137,7 @@ def _stop_writing(reason: str) -> None:
 
 @contextlib.contextmanager
 def opened(address: str) -> Iterator[storage.Folder]:
-    """Opens the folder of an earlier run. A `ValueError` of the block names the folder by its `address`."""
+    """Opens the folder of an earlier run, local or fetched. A ValueError of the block names it by its `address`."""
     with storage.Folder(address) as folder:
         folder.fetch()
         try:
@@ -154,8 +149,8 @@ def opened(address: str) -> Iterator[storage.Folder]:
 def use_compilation_cache(folder: str | None = None) -> None:
     """Keeps compiled programs between runs: in JAX_COMPILATION_CACHE_DIR, else in `folder`, else in the user's cache.
 
-    A compiled program is executed as it is. So only the user names the folder, never a run's config.json.
-    "" keeps no programs. A local folder also keeps programs that compile in less than a second, unlike JAX's default.
+    A compiled program is executed as it is. So only the user names the folder, never a run's config.json. "" keeps no
+    programs. A local folder also keeps programs that compile in less than a second, unlike JAX's default.
 
     Raises ValueError if the address is neither a local path nor gs://BUCKET/FOLDER.
     """
@@ -178,14 +173,11 @@ def _own_cache() -> Path | str:
 
 
 def open_run(config: ConfigDict, folder: storage.Folder) -> None:
-    """Makes or reopens the folder of a run and writes `config.json` and `versions.json` into it.
+    """Makes or reopens the folder of a run and writes `config.json` and `versions.json` into it; on one process.
 
     An earlier run of the name is moved to `replaced`, beside the runs, if `run.overwrite` is set, or if the earlier run
-    has another config and never took a step.
-
-    Raises:
-      ValueError: a run of this name has another config, and the message names the fields that differ; or the folder
-        is not known to be a run.
+    has another config and never took a step. Raises ValueError if a run of this name has another config, and names the
+    fields that differ, or if the folder is not known to be a run.
     """
     folder.fetch()
     resolved, file = as_json(config), folder.files / "config.json"
@@ -208,14 +200,14 @@ def open_run(config: ConfigDict, folder: storage.Folder) -> None:
     if changed:
         print(f"not as at the last start of {config.run.name}: {changed}", file=sys.stderr)
     for name, value in {"versions.json": made, "config.json": resolved}.items():
-        content = json_files.dumps(value, indent=2, sort_keys=True) + "\n"
+        content = to_json(value, indent=2, sort_keys=True) + "\n"
         storage.write_atomically(folder.files / name, content)
     folder.push()
 
 
 def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """The fields by which two configs describe different runs, with both values; "" if there are no such fields."""
-    old, new = renewed(flat(json_files.finite(old))), flat(new)
+    """The fields by which two configs, as config.json has them, make different runs, with both values; "" if none."""
+    old, new = renewed(flat(finite(old))), flat(new)
     gone = {row.name: row for row in config_files.all_retired() if row.value is None}
     ignored = {name for name, row in gone.items() if row.fixed is None or row.fixed == old.get(name)}
     ignored |= {name for name in _AS_BEFORE if not (old.get(name) or new.get(name))}
@@ -236,7 +228,7 @@ def _stepped(folder: storage.Folder) -> bool:
 
 
 def checkpoint_step(folder: storage.Folder, step: int | None) -> int:
-    """`step`, of which the run has a checkpoint; None is the last checkpoint. Raises ValueError if there is none."""
+    """Returns `step`, or for None the step of the last checkpoint. Raises ValueError if there is no such checkpoint."""
     if not (kept := committed_steps(storage.absolute(folder.home / "checkpoints"))):
         every = read_config(folder.files).checkpoint.every
         raise ValueError(
@@ -248,10 +240,10 @@ def checkpoint_step(folder: storage.Folder, step: int | None) -> int:
 
 
 def read_config(path: Path) -> ConfigDict:
-    """The resolved config of a run, in which retired fields and values have become their successors.
+    """The resolved config of the run in the folder `path`; retired fields and values have become their successors.
 
     A field that is newer than the run has its default if the field changes no number of a run. Raises ValueError if
-    there is no config, or if the config lacks another newer field.
+    there is no config, or if the config lacks another newer field, or has a value that is not allowed.
     """
     file = path / "config.json"
     if not file.exists():
@@ -282,7 +274,7 @@ def read_config(path: Path) -> ConfigDict:
 
 
 def renewed(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """An older run's fields, by dotted name, as a run of today has them.
+    """An older run's fields, {dotted name: value}, as a run of today has them.
 
     Retired values have their successors, and fields that moved stand in their JSON.
     """
@@ -297,24 +289,23 @@ def renewed(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_json(config: ConfigDict) -> dict[str, Any]:
-    """The config as config.json and trackers hold it: an infinite number is a text."""
-    return json_files.finite(json.loads(config.to_json_best_effort()))
+    """The config as config.json and trackers hold it: nested dicts, in which an infinite number is a text."""
+    return finite(json.loads(config.to_json_best_effort()))
 
 
 def identity(config: ConfigDict) -> dict[str, Any]:
-    """The fields that decide the numbers of a run. A resumed run has the values of its checkpoints."""
+    """The fields that decide the numbers of a run, {dotted name: value}: a resumed run has those of its checkpoints."""
     found = {name: value for name, value in flat_fields(config).items() if not _may_change(name)}
     return {name: value for name, value in found.items() if name not in _AS_BEFORE or value}
 
 
 def flat_fields(config: ConfigDict) -> dict[str, Any]:
-    """Every field of a config by its dotted name."""
+    """Every field of a config as {dotted name: value}; an infinite number is a text."""
     return flat(as_json(config))
 
 
 def made_with() -> dict[str, Any]:
-    """The program, its commit, whether a file changed or a module is new, package versions ("" for a missing package),
-    Python, devices, command line."""
+    """{what: value} of a start of a run: program, commit, changes, Python, packages, platform, devices, command."""
     there, status = installed_packages(), _git("status", "--porcelain", "-uall").splitlines()
     return {
         "program": PROGRAM,
@@ -329,13 +320,13 @@ def made_with() -> dict[str, Any]:
 
 
 def installed_packages() -> dict[str, str]:
-    """The version of every package of this Python, by its normalised name."""
+    """{normalised name: version} of every package of this Python."""
     found = ((d.metadata["Name"], d.version) for d in importlib.metadata.distributions())
     return {normalised(name): version for name, version in sorted(found) if name}
 
 
 def lock_digest(there: Mapping[str, str], file: Path = config_files.ROOT / LOCK) -> str:
-    """The digest of the lockfile if `there`, the installed packages, has every locked version; else ""."""
+    """The text "NAME DIGEST" of `file`, a lockfile, if `there`, the installed packages, has its versions; else ""."""
     if not file.exists():
         return ""
     wanted = re.findall(r"^([\w.-]+)==([^\s;\\]+)", text := file.read_text(encoding="utf-8"), re.MULTILINE)
@@ -344,15 +335,16 @@ def lock_digest(there: Mapping[str, str], file: Path = config_files.ROOT / LOCK)
 
 
 def normalised(name: str) -> str:
-    """A package's name as PEP 503 compares it."""
+    """A package's name as PEP 503 compares it: "Flax_NNX" becomes "flax-nnx"."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def versions_with_history(file: Path, made_with: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """The new content of versions.json, and the changes since the start before, in words; "" for a first start.
 
-    The content describes this start, and under `earlier` the earlier starts, oldest first. The list of packages of an
-    earlier start is left out if the next start had the same packages.
+    `file` is the present versions.json, if there is one, and `made_with` describes this start. The content has
+    `made_with`, and under `earlier` the earlier starts, oldest first. The list of packages of an earlier start is left
+    out if the next start had the same packages.
     """
     there = installed_packages()
     now = {**made_with, "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}

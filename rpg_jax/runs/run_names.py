@@ -44,25 +44,25 @@ def check(name: str) -> None:
 
 
 def option(field: str, value: object) -> str:
-    """The argument that sets a config field."""
+    """The argument that sets a config field, as "--config.seed=1"."""
     return f"--config.{field}={value}"
 
 
 def field_of(override: str) -> str:
-    """The dotted name of the field that an argument sets."""
+    """The dotted name of the field that an argument sets: "seed" for "--config.seed=1"; another text is its own."""
     match = config_files.OVERRIDE.match(override)
     return match["field"] if match else override
 
 
 def short(field: str) -> str:
-    """A field's short name: its last part, or the whole name if another field has the same last part."""
+    """A field's short name: its own in `SHORT`, else its last part, or the whole name if another has the same part."""
     last = field.rpartition(".")[2]
     shared = _last_parts()[last] > 1 or last in SHORT.values()
     return SHORT.get(field) or (field if shared else last)
 
 
 def shown(value: object) -> str:
-    """A value in the names of runs and rows: 3e-4, 0.02, True, fixed."""
+    """The text of a value in the names of runs and rows: "3e-4", "0.02", "True", "fixed"."""
     if isinstance(value, float) and 0 < abs(value) < 0.01:
         sign, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
         first, rest = str(digits[0]), "".join(map(str, digits[1:]))
@@ -71,7 +71,7 @@ def shown(value: object) -> str:
 
 
 def settings(config: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Every field of a run by its dotted name, after the config file, the overrides and the method's row.
+    """Every field of a run, {dotted name: value}, after the config file, the overrides and the method's row.
 
     Raises ValueError if there is no such file, field or method, or a value has another type.
     """
@@ -83,10 +83,9 @@ def settings(config: str, overrides: Sequence[str]) -> dict[str, Any]:
 def run_name(config: str, overrides: tuple[str, ...]) -> str:
     """The name of a run without its seed: config file, method, and the overrides that change a field.
 
-    An override that repeats the value of the method or the file is left out. So equal runs have one name, and different
-    runs have different names.
+    An override that repeats the value of the method or the file is left out. So only equal runs share a name.
 
-    Raises ValueError as `settings` does.
+    Raises ValueError if there is no such file, field or method, or a value has another type.
     """
     full, kept = settings(config, overrides), list(dict.fromkeys(overrides))
     for override in overrides:
@@ -100,13 +99,13 @@ def run_name(config: str, overrides: tuple[str, ...]) -> str:
 
 
 def values_part(values: Mapping[str, object]) -> list[str]:
-    """The part of a run's name that states fields and their values, as lr3e-4-beta0.1; [] without any."""
+    """The part of a run's name that states {dotted field: value}, as ["lr3e-4-beta0.1"]; [] without any."""
     fields = sorted(values, key=lambda field: (field not in SHORT, field))
     return [_safe("-".join(_part(field, values[field]) for field in fields))] if fields else []
 
 
 def label(values: Mapping[str, object]) -> str:
-    """Fields and their values in the name of a row: lr 3e-4, beta 0.1."""
+    """The text of {dotted field: value} in the name of a row, in the order given: "lr 3e-4, beta 0.1"."""
     return ", ".join(f"{short(field)} {shown(value)}" for field, value in values.items())
 
 

@@ -1,19 +1,18 @@
-"""Checkpoints of a run, and snapshots of weights, through Orbax: written asynchronously and atomically, verified when
-they are read.
+"""Checkpoints of a run, and snapshots of weights: Orbax writes them, and they are verified when they are read.
 
 On disk, checkpoints/STEP/state holds the arrays and a checksum of each. checkpoints/STEP/record holds everything else
 under a digest, and commit_success.txt is written last. A damaged checkpoint is refused with a reason and moved to
-checkpoints/refused, never deleted, and the checkpoint before it is used. `rpg_jax.storage.errors` tells damage from
-storage that does not answer.
+checkpoints/refused, never deleted, and the checkpoint before it is used.
 
 On disk, FOLDER/NUMBER holds a snapshot: weights with their checksums, and commit_success.txt. The reference policy,
 warm starts and frozen weights are kept as snapshots.
 """
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -23,8 +22,8 @@ from rpg_jax import storage
 from rpg_jax.parallel import hosts
 from rpg_jax.storage import errors, integrity
 from rpg_jax.storage.errors import Kind, StorageFailure
+from rpg_jax.storage.files import finite
 from rpg_jax.storage.integrity import Damaged, Refused
-from rpg_jax.storage.json_files import finite
 
 Tree = Any
 FORMAT = 2  # version of the record and of the folder
@@ -34,9 +33,11 @@ class Checkpoints:
     """The last few training states of a run, each with a JSON record of everything else that a resume needs.
 
     A save returns once the arrays have left the devices. An atomic rename completes the checkpoint; in a bucket, a
-    marker file completes it. So a process that is killed at any moment leaves the previous checkpoint in place.
+    marker file completes it. So a process that is killed at any moment leaves the previous checkpoint in place. All
+    processes of the run make the object, save, read and wait together.
 
     Args:
+      directory: the folder of the checkpoints, local or in a bucket. It is made if it is missing.
       keep: number of the newest checkpoints that stay.
       permanent_every: checkpoints at multiples of this step stay for ever. None: no checkpoint stays for ever.
       identity: the config fields that decide the numbers of the run. A checkpoint with other values is refused. None
@@ -60,30 +61,27 @@ class Checkpoints:
         self._identity = None if identity is None else json.loads(json.dumps(finite(identity)))
         options = {"max_to_keep": keep, "keep_period": permanent_every, "enable_async_checkpointing": True}
         made = ocp.CheckpointManagerOptions(**options)
-        self._manager = self._opened(lambda: ocp.CheckpointManager(self._directory, options=made))
+        alone = jax.process_count() == 1  # no second try: it has barriers, which hosts that begin again would miss
+        open_once = functools.partial(ocp.CheckpointManager, self._directory, options=made)
+        self._manager = errors.retried(open_once, self._directory) if alone else open_once()
         self._half_written = errors.retried(lambda: _half_written(self._directory), self._directory)
         self._last: tuple[int, Tree, dict[str, Any]] | None = None  # the save that may still be under way
         for path in self._half_written:
             _say(f"{path} is half-written: it is not used, and is deleted once there is a newer checkpoint")
-
-    def _opened(self, make: Callable[[], ocp.CheckpointManager]) -> ocp.CheckpointManager:
-        if jax.process_count() == 1:
-            return errors.retried(make, self._directory)
-        return make()  # no second try: `make` has barriers, which hosts that begin again would miss
 
     def latest_step(self) -> int | None:
         """The newest step of a checkpoint on disk, whether it is damaged or not; None if there is no checkpoint."""
         return self._manager.latest_step()
 
     def steps(self) -> list[int]:
-        """The step of every checkpoint that is still kept, oldest first."""
+        """The step of every checkpoint that is still kept, damaged or not, oldest first; [] if there is none."""
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Tree, record: Mapping[str, Any]) -> None:
         """Starts writing `state` and the JSON-able `record` under `step`; waits for the previous save first.
 
-        If storage failed transiently in the previous save, the state of that save is gone. A line says so, and this
-        save replaces the lost checkpoint.
+        If storage failed transiently in the previous save, its state is gone: a line says so, and this save replaces
+        it. Any other failure of the previous save or of this one raises StorageFailure.
         """
         try:
             self.wait()
@@ -119,31 +117,31 @@ class Checkpoints:
             self._manager.reload()
 
     def record(self, step: int) -> dict[str, Any]:
-        """The JSON record of `step` alone. Collective, as `restore` is.
+        """The JSON record that `save` received for `step`, without reading its arrays. Waits for the last save.
 
         Raises:
-          Damaged: the record is damaged or incomplete.
+          Damaged: the record is damaged, incomplete or missing.
           Refused: the record is of another run or format; the message names the difference.
-          StorageFailure: the record could not be read, after retries.
+          StorageFailure: the record could not be read, after retries, or the last save failed.
         """
         self.wait()
         return integrity.by_all(lambda: self._record(self._directory / str(step)))
 
     def _record(self, path: epath.Path) -> dict[str, Any]:
-        found = read_record(path)
-        theirs, own = self._renewed(finite(found.identity)), self._identity or {}
+        identity, record = read_record(path)
+        theirs, own = self._renewed(finite(identity)), self._identity or {}
         if differing := sorted(name for name, value in own.items() if theirs.get(name, ...) != value):
             named = "; ".join(f"{name} {theirs.get(name)!r}, here {own[name]!r}" for name in differing)
             raise Refused(path, f"it is foreign, of a run with {named}")
-        return found.record
+        return record
 
     def restore(self, step: int, like: Tree) -> Tree:
-        """The state of `step`, laid out as the `ShapeDtypeStruct`s of `like`, on any mesh.
+        """The state of `step`, laid out as the `ShapeDtypeStruct`s of `like`, on any mesh. Waits for the last save.
 
         Raises:
-          Damaged: the state is damaged; the message names the arrays.
+          Damaged: the state is damaged or missing; the message names the arrays.
           Refused: the state has other arrays than `like`.
-          StorageFailure: the state could not be read, after retries.
+          StorageFailure: the state could not be read, after retries, or the last save failed.
         """
         self.wait()
         return integrity.restored(self._directory / str(step) / "state", like)
@@ -153,8 +151,8 @@ class Checkpoints:
     ) -> tuple[int, Tree, dict[str, Any]] | None:
         """(step, state, record) of the newest checkpoint that can be trusted; None if there is no checkpoint.
 
-        A newer checkpoint that is damaged is named on stderr and moved to `refused`. `accept(record)` raises
-        Damaged if the record needs another file that is damaged.
+        A newer checkpoint that is damaged is named on stderr and moved to `refused`. The state is laid out as the
+        `ShapeDtypeStruct`s of `like`. `accept(record)` raises Damaged if the record needs another file that is damaged.
 
         Raises:
           Refused: the newest undamaged checkpoint is of another run, or has other arrays than `like`.
@@ -184,7 +182,7 @@ class Checkpoints:
         return None
 
     def wait(self) -> None:
-        """Returns once the last save is on disk. A save that failed transiently is repeated if its state still exists.
+        """Returns once the last save is on disk. A save that failed transiently is repeated if its arrays still exist.
 
         Raises StorageFailure if the checkpoint could not be written.
         """
@@ -200,7 +198,7 @@ class Checkpoints:
             errors.written(self._manager.wait_until_finished, where, alone=False)
 
     def close(self) -> None:
-        """Finishes the last save and releases the background threads. Raises OSError if the save failed."""
+        """Finishes the last save and releases the background threads. Raises StorageFailure if the save failed."""
         errors.written(self._manager.close, self._newest(), alone=False)
 
     def _newest(self) -> Path:
@@ -229,7 +227,7 @@ class Checkpoints:
 
 
 class Snapshots:
-    """A folder of snapshots of weights, written asynchronously and atomically, verified when they are read."""
+    """A folder of snapshots of weights, by number. All processes of the run save, read, rename and wait together."""
 
     def __init__(self, directory: Path | epath.Path):
         self._directory = storage.absolute(directory)
@@ -239,11 +237,14 @@ class Snapshots:
         return self._directory / f"{number:08d}"
 
     def exists(self, number: int) -> bool:
-        """Whether there is a snapshot `number`, complete and undamaged or not."""
+        """Whether there is a snapshot `number`, even a damaged one. Raises StorageFailure if storage does not say."""
         return errors.retried(self._path(number).exists, self._path(number))
 
     def save(self, number: int, params: Tree) -> None:
-        """Starts writing `params`; replaces a snapshot `number`. Raises StorageFailure if this or the last fails."""
+        """Starts writing `params` as snapshot `number`, in place of an earlier one; `wait` returns when it is on disk.
+
+        Waits for the previous save first. Raises StorageFailure if that one failed, or this one cannot start.
+        """
         path = self._path(number)
 
         def write() -> None:
@@ -259,7 +260,7 @@ class Snapshots:
         Raises:
           Damaged: the snapshot is missing or damaged.
           Refused: the snapshot has other arrays than `like`.
-          StorageFailure: the snapshot could not be read, after retries.
+          StorageFailure: the snapshot could not be read, after retries, or the last save failed.
         """
         self.wait()
         path = self._path(number)
@@ -275,14 +276,15 @@ class Snapshots:
 
     def move_aside(self, number: int) -> epath.Path:
         """Renames a snapshot that `restore` refused, so that its number is free. Returns the new path."""
-        path = self._path(number)
-        taken = sum(other.name.startswith(f"refused-{path.name}") for other in self._directory.iterdir())
-        aside = self._directory / (f"refused-{path.name}" + (f"-{taken}" if taken else ""))
-        errors.retried(lambda: storage.move(path, aside), aside)
-        return aside
+        path, aside = self._path(number), ""
+        if hosts.is_first():
+            taken = sum(other.name.startswith(f"refused-{path.name}") for other in self._directory.iterdir())
+            aside = f"refused-{path.name}" + (f"-{taken}" if taken else "")
+            errors.retried(lambda: storage.move(path, self._directory / aside), path)
+        return self._directory / hosts.all_gather_bytes(aside.encode())[0].decode()
 
     def keep_only(self, numbers: Iterable[int]) -> None:
-        """Deletes every snapshot except `numbers`."""
+        """Deletes every snapshot except `numbers`. Process 0 deletes. Raises StorageFailure if that fails."""
         kept = {self._path(n).name for n in numbers}
         for path in self._directory.iterdir() if hosts.is_first() and self._directory.exists() else ():
             if path.name.isdigit() and path.name not in kept:
@@ -293,19 +295,16 @@ class Snapshots:
         errors.written(self._checkpointer.wait_until_finished, self._directory, alone=False)
 
     def close(self) -> None:
-        """Finishes the last save and releases the background threads."""
+        """Finishes the last save and releases the background threads. Raises StorageFailure if the save failed."""
         errors.written(self._checkpointer.close, self._directory, alone=False)
 
 
-class Recorded(NamedTuple):
-    """The JSON of a checkpoint: the `identity` of its run, and the `record` that a resume needs."""
+def read_record(path: epath.Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(identity, record) of the checkpoint at `path`, whichever run it is of, as dicts of JSON.
 
-    identity: dict[str, Any]
-    record: dict[str, Any]
-
-
-def read_record(path: epath.Path) -> Recorded:
-    """The JSON of the checkpoint at `path`, whichever run it is of. Raises as `Checkpoints.record` does."""
+    The identity has the config fields that decide the numbers of the run, the record what a resume needs beside arrays.
+    Raises Damaged if they are damaged or incomplete, Refused if of another format, StorageFailure if storage fails.
+    """
     if not errors.retried(lambda: _is_committed(path), path):
         raise Damaged(path, "it is half-written: commit_success.txt is missing")
     with integrity.judged(path / "record"):
@@ -313,11 +312,11 @@ def read_record(path: epath.Path) -> Recorded:
     envelope = integrity.unsealed(path / "record", stored)
     if envelope["format"] != FORMAT:
         raise Refused(path / "record", f"it has format {envelope['format']}, this version reads {FORMAT}")
-    return Recorded(dict(envelope["identity"] or {}), dict(envelope["record"]))
+    return dict(envelope["identity"] or {}), dict(envelope["record"])
 
 
 def committed_steps(directory: Path | epath.Path) -> list[int]:
-    """Steps of the complete checkpoints in `directory`, oldest first. A run may write there meanwhile."""
+    """Steps of the complete checkpoints in `directory`, oldest first; [] if it is missing. A run may write there."""
     there = directory.iterdir() if directory.exists() else ()
     return sorted(int(path.name) for path in there if path.name.isdigit() and _is_committed(path))
 

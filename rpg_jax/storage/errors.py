@@ -1,19 +1,7 @@
 """Classifies errors of storage, and decides what follows: one rule for disks, buckets and checkpoints.
 
-- *Transient*: the store did not answer, or asked to be asked again (HTTP 401, 408, 429 and 5xx; a reset; a timeout).
-  `retried` asks again, `len(PAUSES)` times, with growing pauses. Then it raises `StorageFailure`, and the run ends with
-  exit code 1, after which a supervisor starts the run again. 401 is transient, because tokens are renewed while a run
-  goes.
-- *Damage*: the store did answer, and its bytes differ from the bytes that were written. They fail their checksum,
-  cannot be decoded, or are fewer; or a file of a complete checkpoint is gone. Only then may an older checkpoint be
-  used.
-- *Permanent*: the store says no (HTTP 403, a missing bucket, a full or read-only disk), or the error is not known. The
-  call is not repeated. The data stay where they are, and the run ends with exit code 1 too: a right that was granted
-  takes minutes to be known everywhere, and a disk may be emptied.
-- *The user's*: every other ValueError, such as a wrong field or a checkpoint of another run.
-
-The exit code is 2, after which a supervisor does not start the run again, only for the user's errors, and only before
-the run is open: see `rpg_jax.runs.cli`.
+A ValueError of no known `Kind` is the user's, such as a wrong field or a checkpoint of another run. A user's error
+before the run is open ends a command with exit code 2, after which no supervisor starts it again.
 """
 
 from __future__ import annotations
@@ -34,7 +22,18 @@ PAUSES = (1.0, 4.0, 15.0)  # seconds, beside the retries of gcsfs (6) and Tensor
 
 
 class Kind(enum.Enum):
-    """The meaning of an error of storage; see the module."""
+    """What an error of storage means, and what follows.
+
+    Attributes:
+      TRANSIENT: the store did not answer, or asked to be asked again (HTTP 401, 408, 429 and 5xx; a reset; a timeout).
+        `retried` asks again. Then the run ends with exit code 1, and a supervisor starts it again. Tokens are renewed,
+        hence 401.
+      DAMAGE: the store did answer, and a file is gone, or its bytes differ from the bytes that were written. Only then
+        may an older checkpoint be used.
+      PERMANENT: the store says no (HTTP 403, a missing bucket, a full or read-only disk). The call is not repeated, and
+        the data stay. The run ends with exit code 1 too: a right may be granted, and a disk emptied.
+      UNKNOWN: nothing tells the kind. The call is not repeated, and no file is moved.
+    """
 
     TRANSIENT = "transient"
     DAMAGE = "damage"
@@ -43,7 +42,10 @@ class Kind(enum.Enum):
 
 
 class StorageFailure(OSError):
-    """Storage could not be read or written. `kind` is transient or permanent. No file was moved or deleted."""
+    """Storage could not be read or written. No file was moved or deleted.
+
+    `what` is the path, or what was tried; `reason` is the error in one line. The message says both, and what to do now.
+    """
 
     def __init__(self, what: str, reason: str, kind: Kind):
         super().__init__(f"{what}: {reason}{_FIX[kind]}")
@@ -67,16 +69,9 @@ _TRANSIENT_NUMBERS = {
 }
 # By name, as these packages need not be installed: gcsfs, aiohttp, requests, urllib3, google-auth, google-api-core.
 _TRANSIENT_NAMES = {
-    *(
-        "ClientError",
-        "ChecksumError",
-        "RetryError",
-        "TransportError",
-        "RefreshError",
-        "IncompleteRead",
-        "ProtocolError",
-    ),
-    *("TooManyRequests", "ServerError", "ChunkedEncodingError", "ConnectionError", "Timeout", "ContentDecodingError"),
+    *("ClientError", "ChecksumError", "RetryError", "TransportError", "RefreshError", "IncompleteRead"),
+    *("ProtocolError", "ChunkedEncodingError", "ContentDecodingError"),
+    *("TooManyRequests", "ServerError", "ConnectionError", "Timeout"),
 }
 _PERMANENT_NAMES = {"DefaultCredentialsError", "FileExistsError", "PermissionError"}
 _CODE = re.compile(r"http_response_code='(\d{3})'")  # TensorStore puts it into the text of a ValueError
@@ -85,33 +80,25 @@ _TEXTS = (  # the first that matches decides; TensorStore's errors begin with a 
     (Kind.PERMANENT, r"No space left on device|OS error (28|30|13|122):|[Qq]uota exceeded|Read-only file system"),
     (Kind.PERMANENT, r"\bPERMISSION_DENIED:|^Forbidden:"),
     (Kind.DAMAGE, r"\b(DATA_LOSS|OUT_OF_RANGE|NOT_FOUND):|checksum verification failed|Error decoding|not found\.$"),
-    (
-        Kind.DAMAGE,
-        r"\b(INVALID_ARGUMENT|FAILED_PRECONDITION): .*([Dd]ecod|[Dd]ecompress|[Zz]std|[Bb]losc|[Tt]runcated)",
-    ),
+    (Kind.DAMAGE, r"\b(INVALID_ARGUMENT|FAILED_PRECONDITION): .*([Dd]eco(d|mpress)|[Zz]std|[Bb]losc|[Tt]runcated)"),
     (Kind.TRANSIENT, r"\b(UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED|INTERNAL|CANCELLED|RESOURCE_EXHAUSTED):"),
     (Kind.TRANSIENT, r"[Cc]onnection (reset|refused|closed|timed out)|[Tt]imed? ?out|Temporary failure in name"),
 )
 
 
 def kind_of(error: BaseException) -> Kind:
-    """The kind of an error. Of several causes, a transient one decides; then a permanent one; then damage."""
+    """The kind of an error with its causes: transient if one of them is, else permanent, else damage, else unknown."""
     found = {_own_kind(one) for one in chain(error)}
     return next((kind for kind in (Kind.TRANSIENT, Kind.PERMANENT, Kind.DAMAGE) if kind in found), Kind.UNKNOWN)
 
 
-def is_transient(error: BaseException) -> bool:
-    """Whether the error is transient: the program may succeed if it is started again."""
-    return kind_of(error) is Kind.TRANSIENT
-
-
 def failure(what: object, error: BaseException) -> StorageFailure:
-    """The error as one line that names `what`. A `StorageFailure` stays as it is."""
+    """Returns the StorageFailure that says `what` failed, and why in one line. A StorageFailure stays as it is."""
     return error if isinstance(error, StorageFailure) else StorageFailure(str(what), one_line(error), kind_of(error))
 
 
 def one_line(error: BaseException) -> str:
-    """The text of an error, or of the cause that decided its kind, in one line and without the specs of TensorStore.
+    """An error, or the cause that decided its kind, as "TYPE: TEXT" in one line, without the specs of TensorStore.
 
     A long text keeps its beginning, which names the array, and its end, which names the reason.
     """
@@ -124,10 +111,10 @@ def one_line(error: BaseException) -> str:
 
 
 def retried(call: Callable[[], T], what: object) -> T:
-    """The result of `call`, repeated after transient errors. `call` may be cut short. Messages name `what` it reads.
+    """The result of `call`, repeated after transient errors: up to three times, after 1, 4 and 15 s; stderr says so.
 
-    Raises:
-      StorageFailure: every try failed transiently, or a try failed permanently. Other errors are not changed.
+    A try may be cut short, so `call` must bear repetition. Raises StorageFailure, which names `what` it reads, if every
+    try failed transiently, or one failed permanently. Other errors are not changed.
     """
     for number in range(len(PAUSES) + 1):
         try:
@@ -147,7 +134,7 @@ def retried(call: Callable[[], T], what: object) -> T:
 
 @contextlib.contextmanager
 def named(what: object) -> Iterator[None]:
-    """Turns every error of the block into a `StorageFailure` that names `what`."""
+    """Turns every error of the block into a StorageFailure that names `what`. A StorageFailure stays as it is."""
     try:
         yield
     except StorageFailure:
@@ -170,7 +157,7 @@ def written(write: Callable[[], object], path: object, *, alone: bool) -> None:
 
 
 def say(message: str) -> None:
-    """Prints a line to stderr."""
+    """Prints a line to stderr at once."""
     print(message, file=sys.stderr, flush=True)
 
 
@@ -181,6 +168,10 @@ class _Answer(Exception):
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, its cause or else its context, the cause of that, and so on; each once.
+
+    After an error with an HTTP response comes an exception whose `status_code` is the response's.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

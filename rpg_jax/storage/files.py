@@ -1,4 +1,4 @@
-"""Files of runs, on local disk or in a Google Cloud Storage bucket.
+"""Files of runs, on local disk or in a Google Cloud Storage bucket, and the JSON in them.
 
 Weights go to a bucket directly. All other files are small, and some libraries write only local files. So these files
 have a local folder. It is fetched from the bucket at the start, and every change is then copied to the bucket.
@@ -10,15 +10,17 @@ import contextlib
 import fcntl
 import importlib.util
 import itertools
+import json
+import math
 import os
 import re
 import secrets
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from etils import epath
 
@@ -29,9 +31,9 @@ _COPY_SECONDS = 30.0
 
 
 def absolute(address: str | Path | epath.Path) -> epath.Path:
-    """The absolute path of a local address, or the path of gs://BUCKET/FOLDER.
+    """The absolute path of a local address, with links followed, or gs://BUCKET/FOLDER as a path. It need not exist.
 
-    Raises ValueError if the address has another form, or a package that buckets need is missing.
+    Raises ValueError if the address has another form, as s3://…, or a package that buckets need is not installed.
     """
     text = str(address)
     if not re.match(r"[A-Za-z][\w+.-]*:/", text):
@@ -49,24 +51,27 @@ def absolute(address: str | Path | epath.Path) -> epath.Path:
 
 
 def in_bucket(path: str | epath.Path) -> bool:
-    """Whether `path` is an address in a bucket."""
+    """Whether `path` is an address in a bucket, which begins with gs://."""
     return str(path).startswith("gs://")
 
 
 def local(address: str | Path) -> Path:
-    """`address` as a local path. Raises ValueError for an address such as gs://…, which is not local."""
+    """`address` as a local path, which need not exist. Raises ValueError for gs://… and every other SCHEME:/…."""
     if re.match(r"[A-Za-z][\w+.-]*:/", str(address)):
         raise ValueError(f"{str(address)!r} is no local folder: give one here, and copy it with gcloud storage cp -r")
     return Path(address)
 
 
 def cache_folder() -> Path:
-    """The folder of this host in which copies of remote files are kept."""
+    """This user's folder for copies of remote files: $XDG_CACHE_HOME/rpg_jax or ~/.cache/rpg_jax. It may be missing."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rpg_jax"
 
 
 def secret() -> bytes:
-    """Random bytes that only this user on this host can read; b"" if the user has no home folder."""
+    """32 random bytes of this user on this host, the same in every process: the first call writes them into a file.
+
+    Only the user can read the file. Returns b"" if the user has no home folder, or the file cannot be written or read.
+    """
     with contextlib.suppress(OSError, RuntimeError):
         (file := cache_folder() / "secret").parent.mkdir(parents=True, exist_ok=True)
         if not file.exists():
@@ -76,14 +81,18 @@ def secret() -> bytes:
 
 
 def local_copy(address: str, patterns: Sequence[str]) -> Path:
-    """Copies the files of a bucket's folder that match `patterns`, and returns the local folder that keeps the copy.
+    """Copies the files of a bucket's folder, and returns the local folder that keeps the copies for later calls.
 
-    Subfolders are left out. Each file appears whole or not at all. One process of a host copies a file, and copies the
-    file again once it has changed in the bucket.
+    A file is copied again once its size or time in the bucket has changed, and appears whole or not at all. Subfolders
+    are left out. One process of a host copies at a time; others wait.
+
+    Args:
+      address: gs://BUCKET/FOLDER.
+      patterns: which files, as "*.safetensors"; one pattern that matches the name is enough.
 
     Raises:
       ValueError: there is no such folder, or no file in it matches.
-      StorageFailure: the folder cannot be read, after retries.
+      StorageFailure: the folder cannot be read, after retries, or a copy cannot be written.
     """
     source = absolute(address)
     target = cache_folder() / str(source).removeprefix("gs://")
@@ -107,12 +116,12 @@ def local_copy(address: str, patterns: Sequence[str]) -> Path:
 
 
 def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], object], *, mode: int = 0o666) -> None:
-    """Replaces the file at `path` in one step, so that nobody ever reads half of a file.
+    """Makes or replaces the file at `path` in one step, so that nobody ever reads half of a file.
 
-    If `content` is a function, it receives the open file and writes to the file. A link at `path` is replaced.
-    The file never has more permissions than `mode` and the umask allow.
+    A `content` of text is written as UTF-8. A function receives the open binary file and writes to it. A link at `path`
+    is replaced. The file never has more permissions than `mode` and the umask allow.
 
-    Raises ValueError if `path` is a device, a pipe or a folder.
+    Raises ValueError if `path` is a device, a pipe or a folder; OSError if its folder is missing or the disk is full.
     """
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no file, and is not replaced: give another name")
@@ -130,11 +139,52 @@ def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], obj
         partial.unlink(missing_ok=True)
 
 
+def read_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file of at most 64 MiB, as a dict.
+
+    Raises ValueError, which names the file, if the file is larger or holds anything else; OSError if there is no file.
+    """
+    try:
+        value = json.loads(read_bytes(file))
+    except (ValueError, RecursionError) as error:
+        reason = "its JSON is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise ValueError(f"{file} is damaged: {reason}. Copy it again from where it came") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} is damaged: it holds a {type(value).__name__}, not an object")
+    return value
+
+
+def read_bytes(file: Path, most: int = 2**26) -> bytes:
+    """The bytes of a file of at most `most` bytes. Raises ValueError if it has more, OSError if there is no file."""
+    if file.stat().st_size > most:
+        raise ValueError(f"it has more than {most} bytes")
+    return file.read_bytes()
+
+
+def read_if_there(file: Path) -> dict[str, Any]:
+    """The JSON object in `file`; {} if there is no file. Raises ValueError for other content or more than 64 MiB."""
+    return read_object(file) if file.exists() else {}
+
+
+def finite(value: Any) -> Any:
+    """A copy of `value` in which the texts "inf", "-inf" and "nan" replace these numbers, which JSON cannot write."""
+    if isinstance(value, Mapping):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def to_json(value: Any, **options: Any) -> str:
+    """The JSON text of `value`, with infinities and NaN as texts, as "inf". `options` are those of `json.dumps`."""
+    return json.dumps(finite(value), ensure_ascii=False, allow_nan=False, **options)
+
+
 @contextlib.contextmanager
 def whole(folder: Path) -> Iterator[Path]:
-    """Yields a temporary folder. It becomes `folder` if the block ends without an error; else it is deleted.
+    """Yields a new folder beside `folder`. It becomes `folder` if the block ends without an error; else it is deleted.
 
-    Raises OSError, which names `folder`, if `folder` has files when the block ends.
+    Makes missing parents. Raises OSError, which names `folder`, if `folder` has files when the block ends.
     """
     partial = (folder := folder.absolute()).with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a killed process
@@ -149,9 +199,9 @@ def whole(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Locks a folder by its inode, so that another name for the folder (a link, a mount) meets the same lock.
+    """Locks a folder for the block, by its inode: another name for the folder (a link, a mount) meets the same lock.
 
-    Raises ValueError if another process of this machine holds the lock.
+    A file system without locks of folders grants every lock. Raises ValueError at once if the lock is held already.
     """
     number = os.open(folder, os.O_RDONLY)
     try:
@@ -180,10 +230,12 @@ def naming(path: Path) -> Iterator[None]:
 class Folder:
     """A run's folder, local or in a bucket; a context that keeps the bucket up to date until the end.
 
+    Raises ValueError if `address` is neither local nor in a bucket, and StorageFailure at the end if a copy fails.
+
     Attributes:
       home: the folder that lasts; weights and the journal are written to it directly.
-      files: the local folder of all other files: `home` itself or, for a bucket, a temporary folder that starts
-        empty. Its changes are copied to the bucket every half minute, at `push`, and at the end.
+      files: the local folder of all other files: `home` itself or, for a bucket, a temporary folder that starts empty.
+        Its changes are copied to the bucket every half minute, at `push`, and at the end, when it is deleted.
     """
 
     def __init__(self, address: str | Path):
@@ -215,7 +267,7 @@ class Folder:
             shutil.rmtree(self.files.parent)
 
     def set_aside(self) -> epath.Path:
-        """Moves the run, weights included, to `replaced/NAME-K` beside it, and returns that folder."""
+        """Moves the run, weights included, to the first free `replaced/NAME-K` beside it (K from 0); returns that."""
         aside = self.home.parent / "replaced"
         with self._lock:
             target = next(t for k in itertools.count() if not (t := aside / f"{self.home.name}-{k}").exists())
@@ -227,9 +279,10 @@ class Folder:
         return target
 
     def fetch(self) -> None:
-        """Copies everything except weights and the journal from the bucket to `files`.
+        """Copies a bucket to `files`, without the subfolders checkpoints, reference, initial and journal.
 
-        Raises ValueError if a local folder has a pipe or a device: a process that reads a pipe may wait for ever.
+        A local folder is only checked. Raises ValueError if it has a pipe or a device: a process that reads a pipe may
+        wait for ever. Raises StorageFailure if the bucket cannot be read, after retries.
         """
         if not self._remote:
             for path in self.files.rglob("*"):
@@ -244,7 +297,10 @@ class Folder:
                 self._copied[name] = _version(file)
 
     def push(self) -> None:
-        """Makes the bucket equal to the present local folder. After the end of the context, `push` does nothing."""
+        """Makes the bucket equal to `files`, except files whose names begin with a dot; returns when that is done.
+
+        Does nothing for a local folder, or after the context. Raises StorageFailure if the bucket cannot be written.
+        """
         if not self._remote:
             return
         with self._lock:
@@ -268,7 +324,7 @@ class Folder:
             errors.retried(remove if content is None else write, target)
 
     def shown(self, text: str) -> str:
-        """`text` with the path `home` in place of the path `files`, which is temporary."""
+        """`text` with the path `home` in place of the path `files`, which is temporary for a bucket."""
         return text.replace(str(self.files), str(self.home)) if self._remote else text
 
     def _copy_now_and_then(self) -> None:
@@ -280,7 +336,10 @@ class Folder:
 
 
 def move(source: epath.Path, target: epath.Path) -> None:
-    """Renames a folder. In a bucket, copies all objects, then deletes the originals, so that a kill loses no object."""
+    """Renames a folder. In a bucket, copies all objects, then deletes the originals, so that a kill loses no object.
+
+    Makes missing parents; nothing may be at `target`. Errors of disk and bucket are raised as they come.
+    """
     if not in_bucket(source):
         target.parent.mkdir(parents=True, exist_ok=True)
         source.rename(target)

@@ -23,7 +23,7 @@ _RESTORE_GB = 96  # a restore holds at most this much in a host's memory at once
 
 
 class Refused(ValueError):
-    """A file or folder that must not be used, with its path and the reason."""
+    """A file or folder that must not be used, with its `path` and the `reason`, both texts."""
 
     def __init__(self, path: Any, reason: str):
         super().__init__(f"{path}: {reason}")
@@ -31,15 +31,15 @@ class Refused(ValueError):
 
 
 class Damaged(Refused):
-    """A file or folder whose bytes differ from the bytes that were written; an older file may be used instead."""
+    """A file or folder that is not what was written, or that is incomplete; an older one may be used instead."""
 
 
 def signed(tree: Tree) -> dict[str, Tree]:
-    """`tree`, and u32[L, 2] `checksums` of its leaves, each computed on the devices that hold the leaf."""
+    """{"tree": `tree`, "checksums": u32[L, 2]}: one of each of its L leaves, made on the leaf's devices. Collective."""
     return {"tree": tree, "checksums": hosts.checksums_of_leaves(tree)}
 
 
-def signed_like(like: Tree) -> dict[str, Tree]:
+def _signed_like(like: Tree) -> dict[str, Tree]:
     """The `ShapeDtypeStruct`s of `signed(tree)`; `like` are the `ShapeDtypeStruct`s of `tree`."""
     leaves = jax.tree.leaves(like)
     where = next(leaf for leaf in leaves if leaf is not LEFT_OUT).sharding
@@ -48,10 +48,13 @@ def signed_like(like: Tree) -> dict[str, Tree]:
 
 
 def restored(path: Any, like: Tree) -> Tree:
-    """The tree that was saved as `signed(tree)` at `path`, laid out as `like`. A leaf of `like` may be `LEFT_OUT`.
+    """The tree that was saved as `signed(tree)` at `path`, with its bits checked. Collective.
 
-    Collective. Orbax's handler is called directly, without a checkpointer of Orbax. A checkpointer ends in a barrier,
-    and hosts that have read their shards would wait there for ever for a host that failed.
+    Orbax's handler is called directly, without a checkpointer of Orbax. A checkpointer ends in a barrier, and hosts
+    that have read their shards would wait there for ever for a host that failed.
+
+    Args:
+      like: shapes, types and shardings of the arrays to return. A leaf may be `LEFT_OUT`, and stays so.
 
     Raises:
       Damaged: on any host, the tree is missing or has other bits than were written.
@@ -61,7 +64,7 @@ def restored(path: Any, like: Tree) -> Tree:
 
     def read() -> Any:
         with judged(path):
-            wanted = signed_like(like)
+            wanted = _signed_like(like)
             how = ocp.checkpoint_utils.construct_restore_args(wanted)
             handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_RESTORE_GB)
             return errors.retried(lambda: handler.restore(path, args=ocp.args.PyTreeRestore(wanted, how)), path)
@@ -74,7 +77,7 @@ def restored(path: Any, like: Tree) -> Tree:
 
 
 def differing(restored: Mapping[str, Tree]) -> list[str]:
-    """The names of the leaves of a restored `signed(tree)` that were read and differ from their checksums."""
+    """The leaves of a restored `signed(tree)` that differ from their checksums, by name; `LEFT_OUT` is not compared."""
     tree = restored["tree"]
     read = np.array([leaf is not LEFT_OUT for leaf in jax.tree.leaves(tree)])
     present = jax.tree.map(lambda leaf: None if leaf is LEFT_OUT else leaf, tree)
@@ -84,12 +87,12 @@ def differing(restored: Mapping[str, Tree]) -> list[str]:
 
 
 def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON-able object that holds the value and the digest of the value's text."""
+    """{"value": `value`, "sha256": the digest of its JSON}, which JSON can hold if it can hold `value`."""
     return {"sha256": _digest(value), "value": value}
 
 
 def unsealed(path: Any, value: Any) -> dict[str, Any]:
-    """The value that `sealed` received, read from `path`. Raises Damaged if the text of the value has changed."""
+    """The value in `value`, which `sealed` returned and `path` has kept. Raises Damaged if it has changed."""
     if not isinstance(value, Mapping) or set(value) != {"sha256", "value"}:
         raise Damaged(path, "it was not written by this version of the program")
     if _digest(value["value"]) != value["sha256"]:
@@ -100,7 +103,7 @@ def unsealed(path: Any, value: Any) -> dict[str, Any]:
 def by_all(read: Callable[[], T]) -> T:
     """The result of `read` in this process, if `read` succeeds in every process. Each host may read other bytes.
 
-    Collective. `read` must not wait for other processes.
+    Collective. `read` must not wait for other processes, which would wait for ever if it raised any other error.
 
     Raises:
       Refused, StorageFailure: `read` raised the error in a process. Then every process raises the error; if several
@@ -129,7 +132,8 @@ def by_all(read: Callable[[], T]) -> T:
 def judged(path: Any) -> Iterator[None]:
     """Names `path` in errors of the block: damage becomes `Damaged`, a store that does not answer `StorageFailure`.
 
-    Any other ValueError becomes `Refused`: Orbax raises it where a checkpoint has other arrays than were asked for.
+    A ValueError of no known kind becomes `Refused`: Orbax raises it where a checkpoint has other arrays than were asked
+    for. A `Refused` stays as it is. Every other error becomes a StorageFailure.
     """
     try:
         yield

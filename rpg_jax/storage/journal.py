@@ -55,17 +55,17 @@ Key = Mapping[str, Any]  # JSON-able; `version` is that of the weights
 
 
 class Record(NamedTuple):
-    """A group from the journal. The weights `key["version"]` sampled all of its tokens."""
+    """A group from the journal, and its key. The weights of version `key["version"]` sampled all of its tokens."""
 
     key: dict[str, Any]
     completions: list[Completion]
 
 
 class Journal:
-    """The journal of one process of a run. `add` and `prune` never wait for the disk.
+    """The journal of one process of a run. `add` and `prune` never wait for the disk: a thread writes and deletes.
 
-    Args:
-      max_bytes: the most bytes that this process keeps; `prune` makes room.
+    The process keeps at most `max_bytes`; `prune` makes room. No method raises an error of the disk or the bucket:
+    stderr says it, and the groups are sampled again. `directory` may be in a bucket.
     """
 
     def __init__(self, directory: Path | epath.Path, *, max_bytes: int):
@@ -77,9 +77,10 @@ class Journal:
         self._counting = threading.Lock()
 
     def find(self, keys: Sequence[Key]) -> dict[int, list[Completion]]:
-        """The groups that an earlier process completed, as {index in `keys`: completions}.
+        """The groups that an earlier process completed, as {index in `keys`: completions}, for the keys that it has.
 
-        Each key has integers `step`, `prompt_id` and `version`; all keys have the same `step`. A group is found once.
+        Each key has integers `step` (from 0), `prompt_id` and `version`; all keys have the same `step`. A group is
+        found once: another call does not return it. stderr says why others are not used.
         """
         step = keys[0]["step"] if keys else -1
         if step != self._loaded[0]:
@@ -102,11 +103,11 @@ class Journal:
         return found
 
     def add(self, key: Key, completions: Sequence[Completion]) -> None:
-        """Adds a complete group to the journal."""
+        """Gives a complete group to the thread, which drops it if the journal is full or cannot be written."""
         self._writer.add(key, completions)
 
     def prune(self, before: int) -> None:
-        """Deletes the groups of all processes for steps before `before`. Only the first process deletes files."""
+        """Deletes the groups of all processes for steps below `before`. Only the first process deletes files."""
         self._left = {step for step in self._left if step >= before}
         self._writer.prune(before)
 
@@ -118,13 +119,13 @@ class Journal:
             self._counts.update(journal_found=found, journal_sampled=sampled)
 
     def take_counts(self) -> dict[str, float]:
-        """The metrics `host/journal_found` and `host/journal_sampled`: completions counted since the last call."""
+        """{"host/journal_found": completions, "host/journal_sampled": completions} of `count` since the last call."""
         with self._counting:
             taken, self._counts = self._counts, collections.Counter()
         return {f"host/{name}": taken[name] for name in ("journal_found", "journal_sampled")}
 
     def close(self) -> None:
-        """Writes the groups that wait; gives up after half a minute."""
+        """Writes the groups that wait and ends the thread; gives up after half a minute."""
         self._writer.close()
 
     def _load(self, step: int) -> dict[int, list[Record]]:
@@ -146,10 +147,7 @@ class Journal:
 
 
 class _Writer:
-    """Does the journal's work on its folder, job after job, in a thread of its own.
-
-    A group is dropped if it cannot be written: too many jobs wait, the disk is full, or `max_bytes` is reached.
-    """
+    """Does the journal's work on its folder in a thread of its own. A group that cannot be written is dropped."""
 
     def __init__(self, directory: epath.Path, max_bytes: int):
         self._directory, self._max_bytes, self._remote = directory, max_bytes, in_bucket(directory)
@@ -270,7 +268,7 @@ def _say(message: str) -> None:
 
 
 def to_bytes(key: Key, completions: Sequence[Completion]) -> bytes:
-    """The record of a group, 8 bytes a token and about half a kilobyte more."""
+    """The record of a group as bytes: 8 bytes a token, about half a kilobyte, and the experts."""
     tokens = np.concatenate([c.tokens for c in completions]).astype("<i4")
     logprobs = np.concatenate([c.logprobs for c in completions]).astype("<f4")
     text = {
@@ -289,7 +287,7 @@ def to_bytes(key: Key, completions: Sequence[Completion]) -> bytes:
 
 
 def from_bytes(data: bytes) -> tuple[list[Record], int]:
-    """The whole records in `data`, and the number of places where `data` has other bytes."""
+    """The whole records in `data`, in their order, and the number of places where `data` has other bytes."""
     records: list[Record] = []
     at, damaged, view = 0, 0, memoryview(data)
     while at < len(data):

@@ -34,10 +34,12 @@ class Owner:
     """The process that holds a lease.
 
     Attributes:
+      host, process: the name of the machine, and the number of the process there.
       space: the boot of the machine and the namespace of the number `process`; "" where the system does not tell.
       started: when the process began, in the kernel's ticks; a later process of the same number has another value.
       since: when the process took the lease, as text for people.
       token: a text that no other lease has.
+      beat: how often the process has renewed the lease.
     """
 
     host: str
@@ -50,6 +52,7 @@ class Owner:
 
     @classmethod
     def this_process(cls) -> Owner:
+        """The present process, as the owner of a new lease, with a new token and beat 0."""
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         token = secrets.token_hex(8)
         return cls(socket.gethostname(), os.getpid(), _space(), _started(os.getpid()) or "", since, token)
@@ -67,15 +70,12 @@ class Owner:
 
 
 class Lease(contextlib.AbstractContextManager["Lease"]):
-    """A context in which this process alone may write the folder `home`.
+    """A context in which this process alone may write the folder `home`. A thread renews the lease.
 
     Entering takes the lease. An owner on this machine either lives or has ended. An owner elsewhere is gone once its
     beat stands still for `stale_seconds`; the clocks of the machines need not agree. Entering waits twice this time for
-    an owner whose beat goes on, because the owner may have been asked to stop.
-
-    Args:
-      lost: called with a line, by another thread, when another process has taken the lease. The present process must
-        then end.
+    an owner whose beat goes on, because the owner may have been asked to stop. If another process takes the lease, a
+    thread calls `lost` with a line. The present process must then end. Raises ValueError if the lease is held.
     """
 
     def __init__(
@@ -241,10 +241,7 @@ def _space() -> str:
 
 
 def _started(process: int) -> str | None:
-    """When a process began, in ticks since the boot; "" if no process has this number, or if it is a zombie.
-
-    None if /proc hides the process (hidepid), because another user owns the process.
-    """
+    """When a process began, in ticks since the boot; "" if it is gone or a zombie; None if /proc hides it (hidepid)."""
     try:
         fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].decode().split()
     except OSError:

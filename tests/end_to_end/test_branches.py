@@ -10,7 +10,7 @@ import pytest
 
 import rpg_jax
 from rpg_jax.report.run_files import INPUTS, PARENT, START, Run
-from rpg_jax.runs import branching
+from rpg_jax.runs import checkpointing
 
 MICRO = "tests/end_to_end/micro.py"
 CLOCKED = ("time/", "host/", "seconds", "tokens_per_second", "eval/")
@@ -145,5 +145,5 @@ def test_a_run_that_begins_once_more_begins_from_the_step_that_it_noted(parent, 
     config = rpg_jax.runs.config_files.changed(
         rpg_jax.runs.config_files.load(MICRO).config, {"run.start_from": parent.folder}
     )
-    assert branching.parent_of(config, tmp_path).step == 3
-    assert branching.parent_of(config, tmp_path / "new").step == 4
+    assert checkpointing.parent_of(config, tmp_path).step == 3
+    assert checkpointing.parent_of(config, tmp_path / "new").step == 4

@@ -1,14 +1,19 @@
-"""A wrong command line is one line that says what to write instead."""
+"""A wrong command line is one line that says what to write instead. A run that would end the same is not restarted."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
+from etils import epath
 
-from rpg_jax.runs import cli
+from rpg_jax.runs import cli, run_folder
+from rpg_jax.storage.errors import Kind, StorageFailure
+from tests.runs.test_run_folder import made
 
 ROOT = Path(__file__).parents[2]
 
@@ -255,3 +260,46 @@ asyncio.run(gathers(own, "server"))
 def test_the_arrays_of_a_save_that_fail_after_the_first_are_not_told_again():
     done = subprocess.run([sys.executable, "-c", UNCOLLECTED], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "server is a bug" in done.stderr and "array has no space" not in done.stderr
+
+
+MEMORY = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 10 bytes")
+LOST = jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer [127.0.0.1]:2000")
+BUG = KeyError("text")
+
+
+def test_memory_and_errors_before_the_first_step_end_again_and_faults_from_outside_do_not(tmp_path):
+    home = epath.Path(tmp_path)
+    for error in (MEMORY, BUG):
+        assert cli.ends_again(home, error, stepped=False), error
+    assert cli.ends_again(home, MEMORY, stepped=True)
+    wrapped = cli.Ended("step 3", cli.FAILED)
+    wrapped.__cause__ = OSError(28, "No space left on device")
+    full = StorageFailure("checkpoints/4", "No space left on device", Kind.PERMANENT)
+    for error in (LOST, wrapped, full, ValueError("no such field"), cli.Ended("not finite", cli.GAVE_UP)):
+        assert not cli.ends_again(home, error, stepped=False), error
+    assert not (tmp_path / cli.FAILURES).exists()
+    judge = cli.Ended("step 1: 9 completions have no verdict", cli.FAILED)  # it may come back
+    assert [bool(cli.ends_again(home, judge, stepped=False)) for _ in range(3)] == [False, False, True]
+
+
+def test_the_third_start_that_ends_with_one_error_after_one_checkpoint_is_the_last(tmp_path):
+    home, end = epath.Path(tmp_path), lambda error: cli.ends_again(home, error, stepped=True)
+    assert not end(BUG) and not end(BUG)
+    assert end(BUG) == "3 starts have ended so after checkpoint 0"
+    assert not end(KeyError("another")) and not end(BUG) and not end(BUG)
+    (checkpoint := tmp_path / "checkpoints" / "4").mkdir(parents=True)
+    (checkpoint / "commit_success.txt").touch()
+    assert not end(BUG) and json.loads((tmp_path / cli.FAILURES).read_text(encoding="utf-8"))[0] == 4
+    (tmp_path / cli.FAILURES).write_text("{half", encoding="utf-8")
+    assert not end(BUG) and not end(BUG) and end(BUG)
+
+
+def test_a_command_ends_with_the_code_that_is_not_restarted_and_keeps_the_traceback(tmp_path, capsys):
+    def train(options):
+        with run_folder.held(made(tmp_path, "r")):
+            raise BUG
+
+    assert cli.run(train, cli.parser("train", ""), []) == cli.GAVE_UP
+    said = capsys.readouterr().err
+    assert said.endswith("error: 'text'; it took no step, and another start would end the same\n")
+    assert "Traceback" in said and not (tmp_path / "r").exists()

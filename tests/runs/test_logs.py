@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rpg_jax.report.run_files import read_metrics
+from rpg_jax.report.run_files import read_jsonl, read_metrics
 from rpg_jax.runs.logs import JsonLines, RunLog, completion_entries
 from rpg_jax.training.loop import Step
 from rpg_jax.types import Completion, Turns
@@ -17,17 +17,17 @@ WHOLE = '{"step": 4, "text": "Grüße, 数学\u2028 ∑"}\n'.encode()
 
 @pytest.mark.parametrize("cut", range(len(WHOLE) + 1))
 def test_rewind_drops_later_steps_and_a_line_cut_short_at_any_byte(tmp_path, cut, capsys):
-    log = JsonLines(tmp_path / "metrics.jsonl")
+    log = JsonLines(path := tmp_path / "metrics.jsonl")
     for step in range(4):
         log.append({"step": step, "reward": step / 2})
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(WHOLE[:cut])
     whole = cut >= len(WHOLE) - 1
-    assert [r["step"] for r in log.read()] == [0, 1, 2, 3, 4][: 4 + whole]
+    assert [r["step"] for r in read_jsonl(path)] == [0, 1, 2, 3, 4][: 4 + whole]
     log.rewind(2)
     assert ("metrics.jsonl: the last line was cut short" in capsys.readouterr().err) == (cut > 0 and not whole)
     log.append({"step": 3, "reward": -1.0})
-    assert [(r["step"], r["reward"]) for r in log.read()] == [(0, 0.0), (1, 0.5), (2, 1.0), (3, -1.0)]
+    assert [(r["step"], r["reward"]) for r in read_jsonl(path)] == [(0, 0.0), (1, 0.5), (2, 1.0), (3, -1.0)]
 
 
 @pytest.mark.parametrize("line", [b"{", b"[1]", b"\xff", b"\0\0", b'{"reward": 1}', b"", b'{"step": null}'])
@@ -91,4 +91,4 @@ def test_a_conversation_is_told_with_its_turns():
 def test_numbers_of_every_library_are_plain_json_and_nonfinite_ones_null(tmp_path):
     log = JsonLines(tmp_path / "m.jsonl")
     log.append({"step": 1, "a": np.float32(0.5), "b": jnp.int32(3), "c": float("nan"), "d": np.inf, "e": True})
-    assert log.read() == [{"step": 1, "a": 0.5, "b": 3, "c": None, "d": None, "e": True}]
+    assert read_jsonl(tmp_path / "m.jsonl") == [{"step": 1, "a": 0.5, "b": 3, "c": None, "d": None, "e": True}]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from rpg_jax.parallel import hosts
 from rpg_jax.rollout import weights_checksum
 from rpg_jax.storage import integrity
 from rpg_jax.storage.checkpoints import Checkpoints, Snapshots, committed_steps
@@ -265,6 +266,14 @@ def test_a_damaged_snapshot_is_refused_by_name_and_kept(tmp_path, damage):
     with pytest.raises(Refused, match=f"{tmp_path}/00000004: "):
         snapshots.restore(4, like(tree(0, 3000)))
     assert snapshots.move_aside(4).exists() and not snapshots.exists(4)
+
+
+def test_the_first_of_several_processes_moves_a_snapshot_aside_and_tells_the_others_where(tmp_path, monkeypatch):
+    (tmp_path / "00000004").mkdir()
+    monkeypatch.setattr(hosts, "is_first", lambda: False)
+    monkeypatch.setattr(hosts, "all_gather_bytes", lambda own: [b"refused-00000004-2", own])
+    snapshots = Snapshots(tmp_path)
+    assert snapshots.move_aside(4).name == "refused-00000004-2" and snapshots.exists(4)
 
 
 FULL = (
