@@ -7,22 +7,28 @@ its tables, which is all but curves and rollouts.
 """
 
 import base64
+import functools
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
+import markupsafe
 import numpy as np
 from markupsafe import Markup
 
-from rpg_jax.report import html_tables, rollouts, tables
-from rpg_jax.report.html_tables import WEB
+from rpg_jax.report import rollouts, tables
 from rpg_jax.report.plots import CONVERSATION_PANELS, PANELS, Panel, curves_of, shared_points, smooth
+from rpg_jax.report.progress import duration
 from rpg_jax.report.run_files import Run
+from rpg_jax.report.seeds import SEEDS_TO_RANK
 from rpg_jax.report.tables import Budget, Config, Json
 from rpg_jax.storage import write_atomically
 
+WEB = Path(__file__).with_name("web")
 SCRIPTS = ("core.js", "figures.js", "rollouts.js", "tokens.js", "browser.js")
 ROLLOUT_STEPS = 8  # of each run, by default
 DYNAMICS = (
@@ -37,6 +43,7 @@ DYNAMICS = (
 COMPILING = ("time/compilations", "time/compiling")  # other times include these
 BETWEEN_STEPS = ("time/evaluation", "time/checkpoint")  # not in a step's "seconds"
 POINTS = 400  # most points of a curve
+COSTS = {"steps": "trained", "completions": "completions", "seconds": "time"}  # axis: the head of its column
 
 
 def write_page(run_dirs: Sequence[Path], out: Path, *, rollout_steps: int = ROLLOUT_STEPS) -> Path:
@@ -56,10 +63,10 @@ def page_of(runs: Sequence[Run], *, rollout_steps: int = ROLLOUT_STEPS) -> str:
     if empty := [str(run.folder) for run in runs if not run.records]:
         raise ValueError(f"no steps in {', '.join(empty)}: metrics.jsonl is missing or empty; run at least one step")
     configs = tables.configs_of(runs)
-    data, chunks = page_data(configs, rollout_steps=rollout_steps)
+    data, chunks = _page_data(configs, rollout_steps=rollout_steps)
     style = (WEB / "page.css").read_text(encoding="utf-8")
     script = "\n".join((WEB / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    page = html_tables.templates().get_template("page.html")
+    page = _templates().get_template("page.html")
     return page.render(
         style_hash=_hash(style),
         script_hash=_hash(script),
@@ -67,10 +74,10 @@ def page_of(runs: Sequence[Run], *, rollout_steps: int = ROLLOUT_STEPS) -> str:
         script=Markup(script),
         runs=[run for config in configs for run in config.runs],
         configs=configs,
-        results=html_tables.results(configs),
+        results=_results(configs),
         timing=timing(configs),
         differences=tables.differences(configs),
-        data=Markup(embedded(data)),
+        data=Markup(_embedded(data)),
         chunks=chunks,
     )
 
@@ -81,7 +88,74 @@ def is_page(file: Path) -> bool:
     return file.is_file() and file.read_bytes()[: len(head)] == head
 
 
-def page_data(configs: Sequence[Config], *, rollout_steps: int) -> tuple[dict[str, Any], list[str]]:
+def _results(configs: Sequence[Config]) -> Markup:
+    """The switch between axes, the results on each, and the meaning of their marks."""
+    ks = {name: own[-1].get("k") for c in configs for run in c.runs for name, own in run.evaluations.items()}
+    rows = {budget: tables.rows_within(configs, budget) for budget in tables.budgets(configs)}
+    by_axis = {budget.axis: results_table(configs, own, ks, budget) for budget, own in rows.items()}
+    return _filled("compared", by_axis) + notes(configs, [*rows.values()][-1])
+
+
+def results_table(
+    configs: Sequence[Config], rows: Sequence[tables.Row], ks: Mapping[str, int | None], budget: Budget
+) -> Markup:
+    """The results of each config within a budget. `ks`: the completions of a problem in each set."""
+    if not (sets := [name for name in ks if any((name, "last") in row.scores for row in rows)]):
+        return Markup('<p class="muted">No evaluation yet.</p>')
+    costs = [axis for axis in COSTS if all(axis in row.spent for row in rows)]
+    lines = list(zip(configs, rows, strict=True))
+    return _filled("results", lines, sets, ks, costs, _anchor_letters(configs), budget)
+
+
+def _anchor_letters(configs: Sequence[Config]) -> dict[str, str]:
+    """A letter for each reference policy of a KL; no letters if all configs have the same reference policy."""
+    anchors = list(dict.fromkeys(map(tables.anchor, configs)))
+    return {name: chr(ord("a") + i) for i, name in enumerate(anchors)} if len(anchors) > 1 else {}
+
+
+def notes(configs: Sequence[Config], rows: Sequence[tables.Row]) -> Markup:
+    """Explains the marks of the results, names the parents of branches, and warns if KLs have different anchors."""
+    return _filled("notes", configs, any(row.ranks for row in rows), SEEDS_TO_RANK, _anchor_letters(configs))
+
+
+def _number(x: float) -> str:
+    """Three digits: 12,345 · 123 · 1.23 · 0.0123 · 3.6e−7."""
+    size = float(f"{abs(x):.2e}")
+    if not x or not math.isfinite(x):
+        text = "0" if x == 0 else str(x)
+    elif size < 1e-3:
+        text = f"{x:.1e}".replace("e-0", "e-")
+    else:
+        text = f"{x:,.{min(max(2 - math.floor(math.log10(size)), 0), 4)}f}"
+    return text.replace("-", "−")
+
+
+def _cost(amount: float, axis: str) -> str:
+    return duration(amount) if axis == "seconds" else f"{amount:,.0f}{' steps' * (axis == 'steps')}"
+
+
+def _filled(macro: str, *values: Any) -> Markup:
+    """The HTML of a macro of `web/tables.html`."""
+    return getattr(_templates().get_template("tables.html").module, macro)(*values)
+
+
+@functools.cache
+def _templates() -> jinja2.Environment:
+    """The templates in `web/`. They write values in ASCII: a special character becomes a reference, as &#960;."""
+
+    def escaped(value: object) -> Markup:
+        if isinstance(value, Markup):
+            return value
+        return Markup(markupsafe.escape(value).encode("ascii", "xmlcharrefreplace").decode())
+
+    how: dict[str, Any] = {"autoescape": True, "finalize": escaped, "trim_blocks": True, "lstrip_blocks": True}
+    made = jinja2.Environment(loader=jinja2.FileSystemLoader(WEB), undefined=jinja2.StrictUndefined, **how)
+    made.filters.update(number=_number, cost=_cost, anchor=tables.anchor, heading=COSTS.__getitem__)
+    made.globals.update(zip=zip)
+    return made
+
+
+def _page_data(configs: Sequence[Config], *, rollout_steps: int) -> tuple[dict[str, Any], list[str]]:
     """Returns (JSON-able data of figures and rollouts, packed rollouts).
 
     The data name the packed rollouts by their indices.
@@ -163,7 +237,7 @@ def _curve(config: Config, panel: Panel) -> Json | None:
         return None
     steps, values = shared_points(curves)
     raw = panel.scale * values
-    averaged = np.array([smooth(row, len(steps) // 20 | 1) for row in raw])
+    averaged = np.array([smooth(row) for row in raw])
     kept = rollouts.evenly(len(steps), POINTS)
     found: Json = {"steps": [steps[i] for i in kept], "raw": _rounded(raw.mean(0)[kept])}
     for name, values in (("mean", averaged.mean(0)), ("low", averaged.min(0)), ("high", averaged.max(0))):
@@ -179,7 +253,7 @@ def _rounded(values: np.ndarray) -> list[float]:
     return [float(f"{v:.5g}") for v in values]
 
 
-def embedded(data: Any) -> str:
+def _embedded(data: Any) -> str:
     """JSON that can stand in a script element: no text in it can end the element or break a line."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII: U+2028 and U+2029 are escaped
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -135,8 +135,12 @@ def legend_below(figure: Figure) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
-def smooth(values: np.ndarray, width: int) -> np.ndarray:
-    """The centred moving average over `width` values. At the ends, the average is over the values that exist."""
+def smooth(values: np.ndarray, width: int | None = None) -> np.ndarray:
+    """The centred moving average of f64[n] over `width` values (default: a twentieth of them), f64[n].
+
+    At the ends, the average is over the values that exist.
+    """
+    width = len(values) // 20 | 1 if width is None else width  # odd, so that the window has a centre
     if width < 2 or len(values) < 2:
         return values
     window = np.ones(min(width, len(values)))
@@ -205,7 +209,7 @@ def _draw_panel(axes: Axes, panel: Panel, records: Sequence[Mapping[str, Any]]) 
         axes.set_ylim(*panel.limits)
     if values:
         raw = np.asarray(values) * panel.scale
-        mean = smooth(raw, len(raw) // 20 | 1)
+        mean = smooth(raw)
         axes.plot(steps, raw, color=RAW, linewidth=0.8)
         axes.plot(steps, mean, color=LINE, linewidth=1.8, marker="o" if len(steps) == 1 else None, markersize=4)
         _last(axes, f"{'training ' if held_out else ''}{mean[-1]:.3g}", LINE, height=1.03)

@@ -43,10 +43,12 @@ def read_lines(path: Path) -> tuple[list[Line], bytes]:
     A missing file gives ([], b""). A last object without its line break is a whole line.
 
     Raises:
-      ValueError: a line before the last is no JSON object (the message has file and line number), or the file has more
-        than 1 GiB.
-      OSError: the path cannot be read, for instance a folder.
+      ValueError: a line before the last is no JSON object (the message has file and line number), the file has more
+        than 1 GiB, or `path` is a folder.
+      OSError: the file cannot be read.
     """
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder and not a file of JSON lines: move it away")
     try:
         *complete, last = read_bytes(path, _MOST_BYTES).split(b"\n") if path.exists() else [b""]
     except ValueError as error:

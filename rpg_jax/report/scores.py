@@ -180,14 +180,13 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     by_problem = {f"Mean@{label}": mean}
     by_problem |= {f"pass@{n}": pass_at_k(correct, n) for n in _powers_of_two(counts[0])}
     by_problem[f"maj@{label}"] = majority
-    lengths = [r["tokens"] for r in records]
     return {
         "problems": len(problems),
         "completions": len(records),
         "k": counts[0] if len(counts) == 1 else counts,
         "scores": {name: estimate(values) for name, values in by_problem.items()},
         "reward": float(np.mean([r["reward"] for r in records])),
-        "lengths": length_statistics(lengths, [r["finish_reason"] for r in records]),
+        "lengths": length_statistics([r["tokens"] for r in records], [r["finish_reason"] for r in records]),
         "verdicts": dict(sorted(Counter(r["verdict"] for r in records).items())),
         "without_answer": sum(a is None for given in answers for a in given),
         "by_problem": [
@@ -215,6 +214,7 @@ def metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """
     correct, answers, _ = _columns(records)
     mean, k = mean_at_k(correct), len(correct[0])
+    lengths = length_statistics([r["tokens"] for r in records], [r["finish_reason"] for r in records])
     return {f"pass@{n}": float(pass_at_k(correct, n).mean()) for n in _powers_of_two(k)} | {
         "mean_at_k": float(mean.mean()),
         "standard_error": clustered_standard_error(mean),
@@ -223,8 +223,8 @@ def metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "k": k,
         "no_verdict": sum(r["verdict"] in CHANCE for r in records),
         "reward": float(np.mean([r["reward"] for r in records])),
-        "completion_length": float(np.mean([r["tokens"] for r in records])),
-        "truncated": float(np.mean([r["finish_reason"] != "stop" for r in records])),
+        "completion_length": lengths["length_mean"],
+        "truncated": lengths["truncated"],
         **_of_conversations([r["turns"] for r in records if "turns" in r]),
     }
 

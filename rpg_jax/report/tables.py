@@ -174,7 +174,7 @@ def rows_within(configs: Sequence[Config], budget: Budget) -> list[Row]:
         rows.append(
             Row(
                 seeds=len(scored[i]),
-                steps=sorted({max(int(x["step"]) for x in s.values()) for run, step in own if (s := run.scores(step))}),
+                steps=sorted({max(int(x["step"]) for x in s.values()) for _, s in scored[i]}),
                 spent={axis: _mean([run.spent(axis, step) for run, step in own]) for axis in axes},
                 scores=means[i],
                 ranks=ranked[i],

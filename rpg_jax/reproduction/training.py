@@ -31,7 +31,8 @@ def training_table(table: Table, rows: Rows) -> list[str]:
         texts = [_late(by_seed, panel.key, panel.scale) for panel in panels]
         generated = sum(run.spent("completions") for run in by_seed.values()) / len(by_seed)
         texts += [_reference(by_seed), f"{generated:,.0f}"]
-        lines.append([row, *texts, *difference(table, row, accuracy)])
+        gain = _difference(table, row, accuracy)
+        lines.append([row, *texts, *((starred(gain), table.compared_with(row)) if gain else ("–", "–"))])
         if (explained := _late(by_seed, "explained_variance")) != "–":
             critics.append(
                 f"Critic of the row {row}: it explains {explained} of the variance of the returns; its mean value is "
@@ -55,12 +56,7 @@ def training_table(table: Table, rows: Rows) -> list[str]:
 def all_differences(table: Table, columns: Mapping[str, Mapping[str, Mapping[int, float]]]) -> list[str]:
     """Paragraphs on the differences of {column: {row: {seed: points}}} to the compared rows: the tally of all columns,
     and the mean of rows that are one algorithm."""
-    differences = []
-    for values in columns.values():
-        for row, by_seed in values.items():
-            others = values.get(table.compared_with(row), {})
-            if row != table.compared_with(row) and by_seed.keys() & others.keys():
-                differences.append(paired_difference(by_seed, others))
+    differences = [d for values in columns.values() for row in values if (d := _difference(table, row, values))]
     parts = [text] if (text := tally(differences)) else []
     for name, rows in table.pooled.items():
         if all({*rows, table.baseline} <= values.keys() for values in columns.values()):
@@ -97,21 +93,20 @@ def _late(by_seed: Mapping[int, Run], metric: str, scale: float = 1) -> str:
     return "–" if math.isnan(sum(values)) else significant(mean(values))
 
 
-def difference(table: Table, row: str, values: Mapping[str, Mapping[int, float]]) -> tuple[str, str]:
-    """(difference, name of the compared row), as text: the row's `values` minus the compared row's, paired by seed."""
+def _difference(table: Table, row: str, values: Mapping[str, Mapping[int, float]]) -> Mean | None:
+    """The row's values minus the compared row's, paired by seed; None without another row or a common seed."""
     other = table.compared_with(row)
     mine, theirs = values.get(row, {}), values.get(other, {})
-    if row == other or not mine.keys() & theirs.keys():
-        return "–", "–"
-    return starred(paired_difference(mine, theirs)), other
+    return paired_difference(mine, theirs) if row != other and mine.keys() & theirs.keys() else None
 
 
 def difference_table(
     table: Table, rows: Iterable[str], columns: Mapping[str, Mapping[str, Mapping[int, float]]], corner: str = ""
 ) -> str:
     """A table of the differences of {column: {row: {seed: points}}} to the compared rows, paired by seed."""
-    cells = {row: [difference(table, row, values)[0] for values in columns.values()] for row in rows}
-    lines = [[row, *own, table.compared_with(row)] for row, own in cells.items() if any(cell != "–" for cell in own)]
+    found = {row: [_difference(table, row, values) for values in columns.values()] for row in rows}
+    shown = {row: own for row, own in found.items() if any(own)}
+    lines = [[row, *(starred(d) if d else "–" for d in own), table.compared_with(row)] for row, own in shown.items()]
     return markdown_table([corner, *columns, "compared with"], lines, numbers=range(1, 1 + len(columns)))
 
 
