@@ -42,9 +42,9 @@ def make(options: argparse.Namespace, extra: Sequence[str], command: str) -> int
     failed: dict[str, Path] = {}
     try:
         if options.from_data is not None:
-            page = run_tables.page_from(data_file(options, extra), options.out)
+            page = run_tables.page_from(_data_file(options, extra), options.out)
         else:
-            page, failed = run_tables.make_table(*table_and_options(options, extra, command))
+            page, failed = run_tables.make_table(*_table_and_options(options, extra, command))
     except KeyboardInterrupt:
         print("interrupted; the same command continues", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -55,7 +55,7 @@ def make(options: argparse.Namespace, extra: Sequence[str], command: str) -> int
     return 1 if failed else 0
 
 
-def table_and_options(
+def _table_and_options(
     options: argparse.Namespace, extra: Sequence[str], command: str
 ) -> tuple[str, Table, TableOptions]:
     """The name of the table, the table, and how it is run.
@@ -95,7 +95,7 @@ def table_and_options(
     return name, table, how
 
 
-def data_file(options: argparse.Namespace, extra: Sequence[str]) -> Path:
+def _data_file(options: argparse.Namespace, extra: Sequence[str]) -> Path:
     """The file that `--from-data` names. Without a name: the table's file that comes with the code.
 
     Raises ValueError for an option that only runs take, and where neither a table nor a file is given.

@@ -47,11 +47,11 @@ COSTS = {"steps": "trained", "completions": "completions", "seconds": "time"}  #
 
 
 def write_page(run_dirs: Sequence[Path], out: Path, *, rollout_steps: int = ROLLOUT_STEPS) -> Path:
-    """Writes the page of runs, finished or not, to the file `out` and returns its path.
+    """Writes the page of the runs in these folders, finished or not, to the HTML file `out`; returns `out`.
 
-    The page holds the rollouts of at most `rollout_steps` steps of each run, spread evenly over steps with rollouts.
-
-    Raises ValueError if a run has no steps, or its folder has a broken file.
+    The page holds the rollouts of at most `rollout_steps` steps of each run, spread evenly over the steps that have
+    any. A line on stderr names a rollout file that cannot be read. Raises ValueError if a run has no step, or if a
+    file with its metrics, config, versions or inputs is damaged.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page_of([Run.read(folder) for folder in run_dirs], rollout_steps=rollout_steps))
@@ -59,7 +59,7 @@ def write_page(run_dirs: Sequence[Path], out: Path, *, rollout_steps: int = ROLL
 
 
 def page_of(runs: Sequence[Run], *, rollout_steps: int = ROLLOUT_STEPS) -> str:
-    """The text of the page. Raises ValueError for a run without steps."""
+    """The page as HTML, of runs that were read from folders. Raises ValueError for a run without steps."""
     if empty := [str(run.folder) for run in runs if not run.records]:
         raise ValueError(f"no steps in {', '.join(empty)}: metrics.jsonl is missing or empty; run at least one step")
     configs = tables.configs_of(runs)
@@ -83,7 +83,7 @@ def page_of(runs: Sequence[Run], *, rollout_steps: int = ROLLOUT_STEPS) -> str:
 
 
 def is_page(file: Path) -> bool:
-    """Whether a file is a page that `write_page` has written."""
+    """Whether `file` is a page that `write_page` wrote, by its first bytes. False for a folder or a missing file."""
     head = (WEB / "page.html").read_bytes()[:60]
     return file.is_file() and file.read_bytes()[: len(head)] == head
 
@@ -99,7 +99,10 @@ def _results(configs: Sequence[Config]) -> Markup:
 def results_table(
     configs: Sequence[Config], rows: Sequence[tables.Row], ks: Mapping[str, int | None], budget: Budget
 ) -> Markup:
-    """The results of each config within a budget. `ks`: the completions of a problem in each set."""
+    """The HTML of the table of `rows`, the results of `configs` within `budget`; a note if there is no evaluation.
+
+    `ks` is {held-out set: completions of each problem, None if unknown}, in the order of the columns.
+    """
     if not (sets := [name for name in ks if any((name, "last") in row.scores for row in rows)]):
         return Markup('<p class="muted">No evaluation yet.</p>')
     costs = [axis for axis in COSTS if all(axis in row.spent for row in rows)]
@@ -114,7 +117,7 @@ def _anchor_letters(configs: Sequence[Config]) -> dict[str, str]:
 
 
 def notes(configs: Sequence[Config], rows: Sequence[tables.Row]) -> Markup:
-    """Explains the marks of the results, names the parents of branches, and warns if KLs have different anchors."""
+    """HTML that explains the marks in `rows`, names the parents of branches, and warns if KLs have other references."""
     return _filled("notes", configs, any(row.ranks for row in rows), SEEDS_TO_RANK, _anchor_letters(configs))
 
 
@@ -156,10 +159,7 @@ def _templates() -> jinja2.Environment:
 
 
 def _page_data(configs: Sequence[Config], *, rollout_steps: int) -> tuple[dict[str, Any], list[str]]:
-    """Returns (JSON-able data of figures and rollouts, packed rollouts).
-
-    The data name the packed rollouts by their indices.
-    """
+    """(Data of figures and rollouts for JSON, packed rollouts). The data name packed rollouts by their indices."""
     chunks: list[str] = []
     numbers = []
     shown = []
@@ -187,10 +187,11 @@ def _page_data(configs: Sequence[Config], *, rollout_steps: int) -> tuple[dict[s
 
 
 def dynamics(configs: Sequence[Config]) -> list[Json]:
-    """The curves of each config in each of `DYNAMICS` that any run has.
+    """[{"title": text, "unit": text, "curves": one for each config}] of the panels of `DYNAMICS` that any run has.
 
-    A curve has its steps, and the mean, minimum and maximum of the seeds' moving averages. `raw` is the mean
-    without moving averages; `held_out` are the points of the panel's second metric, if it has one.
+    A curve is None if the config's runs lack the metric. Else it has lists over at most `POINTS` steps that all of its
+    seeds have: "steps"; "mean", "low" and "high" of the seeds' moving averages; "raw", the mean without moving
+    averages. "held_out", the points [step, mean] of the panel's second metric, is there if the panel has one.
     """
     curves = {panel: [_curve(c, panel) for c in configs] for panel in DYNAMICS}
     differ = "; anchors differ: do not compare" if len({tables.anchor(c) for c in configs}) > 1 else ""
@@ -199,14 +200,12 @@ def dynamics(configs: Sequence[Config]) -> list[Json]:
 
 
 def timing(configs: Sequence[Config]) -> Json:
-    """Mean seconds of each part of a step, over all steps but each run's first, which compiles.
+    """Mean seconds of each part of a step, over all timed steps but each run's first, which compiles.
 
     Evaluations and checkpoints come between steps; their time is spread over all steps.
 
-    Returns:
-      parts: names in order.
-      rows: for each config {seconds: [one for each part], total, tokens_per_second, compiling}, or None without steps;
-        `compiling` is in seconds per run.
+    Returns {"parts": names in order, "rows": one for each config}. A row is None without such steps, else {"seconds":
+    [one for each part], "total": seconds of a step, "tokens_per_second": rate, "compiling": seconds in all of a run}.
     """
     timed = [[r for run in c.runs for r in [r for r in run.records if "seconds" in r][1:]] for c in configs]
     keys = dict.fromkeys(k for own in timed for r in own for k in r if k.startswith("time/") and k not in COMPILING)

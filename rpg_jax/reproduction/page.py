@@ -40,7 +40,7 @@ def write_page(results: Results, folder: Path) -> Path:
     equal = equal_cost(table, rows)
     parts = [f"# {table.title}", _origin(results)]
     parts += _changed_rows(results, TABLES[name].rows) if name in TABLES else []
-    parts += [_explanation(table, results, scores, unequal=bool(equal)), score_table(scores)]
+    parts += [_explanation(table, results, scores, unequal=bool(equal)), _score_table(scores)]
     parts += ["## Differences", *_differences(table, scores)]
     parts += ["## While training", *training_table(table, rows)]
     parts += ["## At equal updates, completions and seconds", *equal] if equal else []
@@ -128,7 +128,7 @@ def _marks(scores: ScoresOfRows) -> bool:
     return min(map(len, scores.values())) >= SEEDS_TO_RANK
 
 
-def score_table(scores: ScoresOfRows) -> str:
+def _score_table(scores: ScoresOfRows) -> str:
     """Last, Best and pass@k of each set with intervals.
 
     If there are enough seeds, the best value is bold and the second best is underlined.

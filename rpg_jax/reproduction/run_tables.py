@@ -158,7 +158,7 @@ def arguments(plan: PlannedRun, out: Path, extra: Sequence[str]) -> list[str]:
     ]
 
 
-def progress_of(plan: PlannedRun, out: Path) -> tuple[int, bool]:
+def _progress_of(plan: PlannedRun, out: Path) -> tuple[int, bool]:
     """(steps done, whether the run has ended)."""
     folder = out / "runs" / plan.name
     records = read_metrics(folder)
@@ -251,7 +251,7 @@ def train_runs(
         (out / "logs").mkdir(parents=True, exist_ok=True)
         for plan in planned:
             check_config(plan, out, extra)
-        progress = {plan.name: progress_of(plan, out) for plan in planned}
+        progress = {plan.name: _progress_of(plan, out) for plan in planned}
         plans = {plan.name: plan for plan in planned if not progress[plan.name][1]}
         tasks = [
             Task(plan.name, WORK, arguments(plan, out, extra), out / "logs" / f"{plan.name}.log")
@@ -260,13 +260,13 @@ def train_runs(
         failed: dict[str, Path] = {}
 
         def on_tick(running: Sequence[Task]) -> None:
-            progress.update({task.name: progress_of(plans[task.name], out) for task in running})
+            progress.update({task.name: _progress_of(plans[task.name], out) for task in running})
             steps, ends = zip(*progress.values(), strict=True)
             on_progress(sum(steps), sum(ends), [str(plans[task.name]) for task in running])
 
         first_alone = not any((out / "warm_starts").glob("*"))
         for done in run_tasks(tasks, jobs=jobs, inherited=lock, first_alone=first_alone, on_tick=on_tick):
-            progress[done.task.name] = progress_of(plans[done.task.name], out)
+            progress[done.task.name] = _progress_of(plans[done.task.name], out)
             if done.code:
                 failed[str(plans[done.task.name])] = done.task.log
     return failed

@@ -52,7 +52,7 @@ def sweep_table(config: str, methods: Sequence[str], sweeps: Sequence[str]) -> t
     return "-".join(["sweep", Path(config.partition(":")[0]).stem, *swept]), table
 
 
-def late_accuracy(sweep: Results) -> Accuracy:
+def _late_accuracy(sweep: Results) -> Accuracy:
     """The late training accuracy of every run that has ended, in %."""
     found: Accuracy = {}
     for row, (group, _) in sweep.table.swept.items():
@@ -71,7 +71,7 @@ def best(sweep: Results) -> dict[str, str]:
     """
     seeds = {run.seed for run in sweep.runs}
     chosen = {}
-    for group, by_row in late_accuracy(sweep).items():
+    for group, by_row in _late_accuracy(sweep).items():
         means = {
             row: sum(by_seed.values()) / len(by_seed)
             for row, by_seed in by_row.items()
@@ -92,12 +92,12 @@ def section(sweep: Results) -> list[str]:
     chosen = best(sweep)
     combinations = list(dict.fromkeys(run_names.label(values) for _, values in sweep.table.swept.values()))
     lines = []
-    for group, by_row in late_accuracy(sweep).items():
+    for group, by_row in _late_accuracy(sweep).items():
         row = {run_names.label(sweep.table.swept[name][1]): name for name in by_row}
         cells = [_cell(by_row[row[label]], row[label] == chosen.get(group)) for label in combinations]
         lines.append([group or "all", *cells])
     seeds = sorted({run.seed for run in sweep.runs})
-    none = [group for group in late_accuracy(sweep) if group not in chosen]
+    none = [group for group in _late_accuracy(sweep) if group not in chosen]
     return [
         "A cell is the mean training accuracy over the last third of the steps, in %, over the seed"
         f"{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}, ± half of a 95 % interval.\n"

@@ -32,7 +32,7 @@ def training_table(table: Table, rows: Rows) -> list[str]:
         generated = sum(run.spent("completions") for run in by_seed.values()) / len(by_seed)
         texts += [_reference(by_seed), f"{generated:,.0f}"]
         gain = _difference(table, row, accuracy)
-        lines.append([row, *texts, *((starred(gain), table.compared_with(row)) if gain else ("–", "–"))])
+        lines.append([row, *texts, *((_starred(gain), table.compared_with(row)) if gain else ("–", "–"))])
         if (explained := _late(by_seed, "explained_variance")) != "–":
             critics.append(
                 f"Critic of the row {row}: it explains {explained} of the variance of the returns; its mean value is "
@@ -61,7 +61,7 @@ def all_differences(table: Table, columns: Mapping[str, Mapping[str, Mapping[int
     for name, rows in table.pooled.items():
         if all({*rows, table.baseline} <= values.keys() for values in columns.values()):
             found = [
-                f"{column} {starred(paired_difference(pooled(values, rows), values[table.baseline]))}"
+                f"{column} {_starred(paired_difference(pooled(values, rows), values[table.baseline]))}"
                 for column, values in columns.items()
             ]
             parts.append(
@@ -71,7 +71,7 @@ def all_differences(table: Table, columns: Mapping[str, Mapping[str, Mapping[int
     for name, rows in table.starts.items():
         compared = [table.compared_with(row) for row in rows]
         if compared != list(rows) and all({*rows, *compared} <= values.keys() for values in columns.values()):
-            found = [f"{column} {starred(over_starts(v, rows, compared))}" for column, v in columns.items()]
+            found = [f"{column} {_starred(over_starts(v, rows, compared))}" for column, v in columns.items()]
             parts.append(f"Over {len(rows)} starts, each the mean of its seeds, {name}: {', '.join(found)}.")
     return parts
 
@@ -106,11 +106,11 @@ def difference_table(
     """A table of the differences of {column: {row: {seed: points}}} to the compared rows, paired by seed."""
     found = {row: [_difference(table, row, values) for values in columns.values()] for row in rows}
     shown = {row: own for row, own in found.items() if any(own)}
-    lines = [[row, *(starred(d) if d else "–" for d in own), table.compared_with(row)] for row, own in shown.items()]
+    lines = [[row, *(_starred(d) if d else "–" for d in own), table.compared_with(row)] for row, own in shown.items()]
     return markdown_table([corner, *columns, "compared with"], lines, numbers=range(1, 1 + len(columns)))
 
 
-def starred(points: Mean) -> str:
+def _starred(points: Mean) -> str:
     """A difference in points, in italics if its interval excludes 0. Its digits do not depend on a sum's order."""
     text = f"{round(points.value, 9) + 0.0:+.1f}{points.margin}"
     return f"*{text}*" if points.excludes_zero else text
