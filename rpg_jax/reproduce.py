@@ -27,16 +27,17 @@ from rpg_jax.runs import cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command with these arguments (None: of `sys.argv`). Returns its exit code: 0, or 1 if a run failed."""
     given = list(sys.argv[1:] if argv is None else argv)
     separator = given.index("--") if "--" in given else len(given)
 
     def reproduce(options: argparse.Namespace) -> int:
-        return make(options, given[separator + 1 :], _command(given))
+        return _make(options, given[separator + 1 :], _command(given))
 
     return cli.run(reproduce, _parser(), given[:separator])
 
 
-def make(options: argparse.Namespace, extra: Sequence[str], command: str) -> int:
+def _make(options: argparse.Namespace, extra: Sequence[str], command: str) -> int:
     """Makes the table that the options ask for. Every run has the overrides `extra`. Returns the exit code."""
     began = time.perf_counter()
     failed: dict[str, Path] = {}
@@ -112,9 +113,9 @@ def _data_file(options: argparse.Namespace, extra: Sequence[str]) -> Path:
 
 
 def seeds(text: str | None) -> list[int]:
-    """The seeds of a text: "3" means 0, 1 and 2; "100,101" is a list. No seeds for None.
+    """The seeds of a text: "3" means 0, 1 and 2; "100,101" is a list, and so is "7,". [] for None.
 
-    Raises ValueError if there is no such number or list.
+    Raises ValueError for another text, a seed below 0, a seed that is there twice, or no seed.
     """
     if text is None:
         return []

@@ -167,10 +167,10 @@ def _page_data(configs: Sequence[Config], *, rollout_steps: int) -> tuple[dict[s
         for run in config.runs:
             assert run.folder is not None
             read = [*rollouts.read_all(rollouts.files(run.folder, steps=rollout_steps))]
-            first = len(chunks)
+            numbered = enumerate(read, start=len(chunks))
+            kept = [{"chunk": i, "step": r.text["step"], "completions": len(r.lengths)} for i, r in numbered]
             chunks += [r.packed for r in read]
             numbers += [r.numbers for r in read]
-            kept = [{"chunk": first + i, "step": r.step, "completions": len(r.lengths)} for i, r in enumerate(read)]
             steps = run.records[-1]["step"]
             backwards = run.config.get("task.name") == "arithmetic" and run.config.get("task.reverse", False)
             about = {"name": run.name, "config": c, "seed": run.seed, "steps": steps, "backwards": backwards}

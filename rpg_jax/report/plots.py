@@ -139,10 +139,7 @@ def legend_below(figure: Figure) -> None:
 
 
 def smooth(values: np.ndarray, width: int | None = None) -> np.ndarray:
-    """The centred moving average of f64[n] over `width` values (None: an odd number, a twentieth of them), f64[n].
-
-    At the ends, the average is over the values that exist.
-    """
+    """The centred moving average f64[n] over `width` values (None: a twentieth of all), at the ends over fewer."""
     width = len(values) // 20 | 1 if width is None else width  # odd, so that the window has a centre
     if width < 2 or len(values) < 2:
         return values

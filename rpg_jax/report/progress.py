@@ -117,10 +117,7 @@ class Progress:
         return [text for key, text in shown.items() if key != in_headline]
 
     def time_left(self) -> str:
-        """A text as "3 min 05 s left": the steps that are left times the median time of up to 20 recent steps.
-
-        "" without a total, before two steps are done, and at the end.
-        """
+        """As "3 min 05 s left", by the median time of recent steps; "" without a total, before 2 steps, at the end."""
         if not self.total or not self._seconds or self.step == self.total:
             return ""
         return f"{duration(max(self.total - self.step, 0) * median(self._seconds))} left"

@@ -50,16 +50,6 @@ class Rollouts:
     numbers: dict[str, np.ndarray]
     clip: np.ndarray
 
-    @property
-    def step(self) -> int:
-        """The step of the run, from 1."""
-        return self.text["step"]
-
-    @property
-    def starts(self) -> np.ndarray:
-        """i64[N], the index of each completion's first token among the n tokens."""
-        return np.cumsum(self.lengths) - self.lengths
-
     @classmethod
     def read(cls, file: Path) -> Rollouts:
         """Reads a file. Raises ValueError, which names the file, if it is missing, or is not a whole rollout file."""
@@ -94,7 +84,7 @@ class Rollouts:
         In order: u32 length of a JSON header; the header, padded to a multiple of 4 bytes; for each of `NUMBERS` its 4
         byte planes (n bytes each); i32[n] pieces; u8[n] clip states.
         """
-        t, first = self.text, self.starts
+        t, first = self.text, np.cumsum(self.lengths) - self.lengths  # the index of each completion's first token
         header = {
             **{name: t[name] for name in ("step", "weights", "pieces", "clip_states", "groups")},
             "specials": t.get("specials", []),

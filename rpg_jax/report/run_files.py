@@ -218,10 +218,9 @@ class Run:
         """{axis: {step: cost from the start of the run to the end of the step}}, from step 0, which costs nothing.
 
         The axes are "steps", "updates", "completions" (generated, with those that dynamic sampling drops), and
-        "seconds" in steps, without evaluations and checkpoints. An axis is missing if a step does not record it.
-
-        The seconds of a step that compiled are replaced by the median of the other steps: compiled programs may be
-        of an earlier run, or compilation may have begun before the step.
+        "seconds" in steps, without evaluations and checkpoints. An axis is missing if a step does not record it. The
+        seconds of a step that compiled are replaced by the median of the other steps: compiled programs may be of an
+        earlier run, or compilation may have begun before the step.
         """
         records = self.trained
         steps = [record["step"] for record in records]

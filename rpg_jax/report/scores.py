@@ -96,9 +96,8 @@ def interval(by_problem: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     4 in c. So the interval has a width even if all problems are right. The part outside [0, 1] is cut off, and the
     coverage stays the same.
 
-    Where k = 1, N = P and the interval holds Wilson's. It covers at least 94 %, by exact sums over 1 to 1000 problems
-    and means of 2 to 98 %; Wilson's covers 89 % where 4 % of 14 problems are right. For k > 1, and for pass@k, it
-    covers at least 93 %, by simulation over rates that differ between problems. The tests have both.
+    For k = 1, N = P and the interval holds Wilson's. It covers at least 94 %, by exact sums over 1 to 1000 problems and
+    means of 2 to 98 %; for k > 1 and for pass@k at least 93 %, by simulation. The tests have both.
 
     Args:
       by_problem: f64[..., P], scores in [0, 1].
@@ -135,10 +134,9 @@ def estimate(by_problem: ArrayLike) -> dict[str, float | None]:
 
 
 def length_statistics(lengths: ArrayLike, finish_reasons: Sequence[str]) -> dict[str, float]:
-    """{length_mean, length_median, length_q95, length_max} of completions in tokens, and the share `truncated` of them.
+    """{length_mean, length_median, length_q95, length_max} in tokens, and `truncated`, the share of reasons but "stop".
 
-    Truncated is a completion whose finish reason is not "stop". Raises ValueError without a length, or if the numbers
-    of lengths and of reasons differ.
+    Raises ValueError if there is no length, or not one finish reason for each.
     """
     lengths = np.asarray(lengths)
     if len(lengths) != len(finish_reasons) or len(lengths) == 0:

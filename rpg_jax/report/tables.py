@@ -52,10 +52,7 @@ def _is_aside(field: str) -> bool:
 
 
 def differences(configs: Sequence[Config]) -> list[Json]:
-    """[{"field": name, "values": texts}] of the fields that differ between configs, but seed, place and logs.
-
-    The fields are sorted by name; a text is the value in each config, "–" for None or a missing field.
-    """
+    """[{"field": name, "values": [its text in each config]}] of fields that differ, but for seed, place and logs."""
     names = dict.fromkeys(name for c in configs for name in c.fields if not _is_aside(name))
     rows = [{"field": name, "values": [_text(c.fields.get(name)) for c in configs]} for name in sorted(names)]
     return [row for row in rows if len(set(row["values"])) > 1]

@@ -13,17 +13,17 @@ from rpg_jax.reproduction.tables import Table, crossed
 from rpg_jax.runs import config_files, run_names
 
 Values = Mapping[str, Any]  # {field: value}
-Accuracy = dict[
-    str, dict[str, dict[int, float]]
-]  # {row without swept values: {row of the sweep: {seed: accuracy in %}}}
+# {row without swept values: {row of the sweep: {seed: accuracy in %}}}
+Accuracy = dict[str, dict[str, dict[int, float]]]
 
 
 def sweep_table(config: str, methods: Sequence[str], sweeps: Sequence[str]) -> tuple[str, Table]:
-    """The name and the table of `sweeps`, each FIELD=VALUE,VALUE; without methods, the config's method counts.
+    """The name and the table of every combination of values: `methods`, and `sweeps`, each a FIELD=VALUE,VALUE.
 
-    Raises:
-      ValueError: an unknown field or method (with the nearest one), a value that the field does not take, a field or a
-        value that is given twice, a field that tells runs apart anyway.
+    `config` is the config file of every run; without methods, its method counts. The name begins with "sweep-".
+
+    Raises ValueError for an unknown field or method, a value that the field does not take, a field or a value that is
+    given twice, and for the seed and the fields `run.*`, which every run has anyway.
     """
     fields: dict[str, list[Any]] = {}
     for text in sweeps:
@@ -63,11 +63,11 @@ def _late_accuracy(sweep: Results) -> Accuracy:
 
 
 def best(sweep: Results) -> dict[str, str]:
-    """The best row of the sweep for each row of the table before the sweep, as {row: row of the sweep}.
+    """{row without swept values: its best row of the sweep}.
 
     The rule: the highest mean, over the seeds, of the training accuracy over the last third of the steps; of equal
-    means, the first counts. A row of the sweep in which a run failed or diverged is never best. A group without any
-    other row is missing.
+    means, the first counts. A row of the sweep in which a run failed, did not end or diverged is never best. A row
+    without swept values that has no other is missing.
     """
     seeds = {run.seed for run in sweep.runs}
     chosen = {}
@@ -83,12 +83,12 @@ def best(sweep: Results) -> dict[str, str]:
 
 
 def best_values(sweep: Results) -> dict[str, Values]:
-    """The best values of the swept fields for each row of the table before the sweep, as {row: {field: value}}."""
+    """{row without swept values: {swept field: its best value}}. Its accuracy while training is the highest."""
     return {group: sweep.table.swept[row][1] for group, row in best(sweep).items()}
 
 
 def section(sweep: Results) -> list[str]:
-    """Paragraphs and a table: the accuracy of every row with every value. The chosen value has a ✓."""
+    """Paragraphs and a table in Markdown: the accuracy of every row with every value. The best value has a ✓."""
     chosen = best(sweep)
     combinations = list(dict.fromkeys(run_names.label(values) for _, values in sweep.table.swept.values()))
     lines = []

@@ -17,10 +17,10 @@ UNEQUAL = 0.05  # share of a row's cost: a larger difference counts. One more ba
 
 
 def training_table(table: Table, rows: Rows) -> list[str]:
-    """Paragraphs and a table: metrics over the last third of the steps, and completions generated.
+    """Paragraphs and a table in Markdown: a row's metrics over the last third of its steps, and completions generated.
 
-    The difference in training accuracy to the compared row is paired by seed. Training accuracy averages many more
-    completions than held-out accuracy: it has far less noise.
+    `rows` is {row: {seed: run}}. The difference in training accuracy to the compared row is paired by seed. Training
+    accuracy averages many more completions than held-out accuracy: it has far less noise.
     """
     panels = [p for p in TABLE_PANELS if any(_late(by_seed, p.key, p.scale) != "–" for by_seed in rows.values())]
     heads = [*(f"{panel.title}, {panel.unit}" for panel in panels), "KL to the reference, millinats per token"]
@@ -54,8 +54,11 @@ def training_table(table: Table, rows: Rows) -> list[str]:
 
 
 def all_differences(table: Table, columns: Mapping[str, Mapping[str, Mapping[int, float]]]) -> list[str]:
-    """Paragraphs on the differences of {column: {row: {seed: points}}} to the compared rows: the tally of all columns,
-    and the mean of rows that are one algorithm."""
+    """Paragraphs on the differences to compared rows, paired by seed. `columns` is {column: {row: {seed: points}}}.
+
+    They count the intervals without 0, and give the mean of rows that are one algorithm (`table.pooled`) and the mean
+    over starts (`table.starts`). [] if there is nothing to say.
+    """
     differences = [d for values in columns.values() for row in values if (d := _difference(table, row, values))]
     parts = [text] if (text := tally(differences)) else []
     for name, rows in table.pooled.items():
@@ -103,7 +106,10 @@ def _difference(table: Table, row: str, values: Mapping[str, Mapping[int, float]
 def difference_table(
     table: Table, rows: Iterable[str], columns: Mapping[str, Mapping[str, Mapping[int, float]]], corner: str = ""
 ) -> str:
-    """A table of the differences of {column: {row: {seed: points}}} to the compared rows, paired by seed."""
+    """A table in Markdown of differences to the compared rows, paired by seed, with 95 % intervals.
+
+    `columns` is {column: {row: {seed: points}}}. Rows without any difference are left out. `corner` heads their names.
+    """
     found = {row: [_difference(table, row, values) for values in columns.values()] for row in rows}
     shown = {row: own for row, own in found.items() if any(own)}
     lines = [[row, *(_starred(d) if d else "–" for d in own), table.compared_with(row)] for row, own in shown.items()]
@@ -117,7 +123,7 @@ def _starred(points: Mean) -> str:
 
 
 def significant(m: Mean) -> str:
-    """A mean as text. Its decimals give the interval two digits. A mean that differs from 0 by rounding only is 0."""
+    """A mean as "12.3 ± 1.1", with two digits of the interval; without one, three digits; "0" if it rounds to 0."""
     if abs(m.value) < ROUNDING and not m.half >= ROUNDING:
         return "0"
     if not m.half > 1e-9 * abs(m.value):  # one seed, or equal numbers up to rounding
@@ -132,7 +138,7 @@ AXES = ("updates", "completions", "seconds")  # of `Run.costs`
 def equal_cost(table: Table, rows: Rows) -> list[str]:
     """Paragraphs, and a table of the differences in training accuracy at equal updates, completions and seconds.
 
-    Runs that have not ended are left out. Empty if the rows have equal costs.
+    `rows` is {row: {seed: run}}; runs that have not ended are left out. [] if the rows' costs differ by at most 5 %.
     """
     ended = {row: own for row, by_seed in rows.items() if (own := {s: run for s, run in by_seed.items() if run.ended})}
     totals = {axis: total for axis in AXES if (total := _totals(axis, ended))}
