@@ -27,7 +27,7 @@ from rpg_jax.runs import cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command with these arguments (None: of `sys.argv`). Returns its exit code: 0, or 1 if a run failed."""
+    """Runs the command with these arguments (None: of `sys.argv`). Returns its exit code: 0 if all runs ended well."""
     given = list(sys.argv[1:] if argv is None else argv)
     separator = given.index("--") if "--" in given else len(given)
 

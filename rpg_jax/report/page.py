@@ -59,7 +59,7 @@ def write_page(run_dirs: Sequence[Path], out: Path, *, rollout_steps: int = ROLL
 
 
 def page_of(runs: Sequence[Run], *, rollout_steps: int = ROLLOUT_STEPS) -> str:
-    """The page as HTML, of runs that were read from folders. Raises ValueError for a run without steps."""
+    """The page in HTML, with rollouts of at most `rollout_steps` steps of a run. ValueError for a run without steps."""
     if empty := [str(run.folder) for run in runs if not run.records]:
         raise ValueError(f"no steps in {', '.join(empty)}: metrics.jsonl is missing or empty; run at least one step")
     configs = tables.configs_of(runs)
@@ -117,7 +117,7 @@ def _anchor_letters(configs: Sequence[Config]) -> dict[str, str]:
 
 
 def notes(configs: Sequence[Config], rows: Sequence[tables.Row]) -> Markup:
-    """HTML that explains the marks in `rows`, names the parents of branches, and warns if KLs have other references."""
+    """HTML that explains the marks in `rows`, names the parents of branches, and warns of KLs to different policies."""
     return _filled("notes", configs, any(row.ranks for row in rows), SEEDS_TO_RANK, _anchor_letters(configs))
 
 

@@ -33,7 +33,7 @@ COLOURS = ("#2a6db0", "#d1495b", "#2e8b57", "#e09f3e", "#7b4ea3", "#4a4a4a", "#1
 class Panel:
     """A picture of the metric `key`, shown as `scale` times its value in `unit`.
 
-    The metric `held_out` ("": none) is drawn over the lines as markers. `limits` are the ends of the vertical axis.
+    The metric `held_out` ("": none) is drawn as markers. `limits` are the ends of the vertical axis (None: as drawn).
     """
 
     title: str

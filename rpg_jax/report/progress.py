@@ -89,7 +89,7 @@ class Progress:
             self._print_line()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows step `step` (1 is the first) as done, with its metrics, of which those in `SHOWN` appear."""
+        """Shows step `step` (1 is the first) as done, and those of `metrics` that are in `SHOWN`."""
         now = self._clock()
         if self._done_at is not None and step > self.step:
             self._seconds.append((now - self._done_at) / (step - self.step))

@@ -138,7 +138,7 @@ def evenly(count: int, most: int) -> list[int]:
 
 
 def scales(numbers: list[dict[str, np.ndarray]]) -> dict[str, float]:
-    """{name in `NUMBERS`: value at which its colours end}. `numbers` are the attributes of several `Rollouts`.
+    """{name in `NUMBERS`: value at which its colours end}. `numbers` has this attribute of several `Rollouts`.
 
     The value is 1, 2 or 5 times a power of ten, and at least as large as 95 % of the absolute numbers; 1 without any.
     """

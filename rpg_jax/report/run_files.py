@@ -194,7 +194,7 @@ class Run:
         return found
 
     def scores(self, until: int | None = None) -> Scores:
-        """The scores of each held-out set by its evaluations up to the step `until` (None: by all evaluations).
+        """{held-out set: {"last", "best", "pass", "step": value}} by the evaluations up to step `until` (None: all).
 
         `last` is Mean@k of the last evaluation, in [0, 1], `pass` is its pass@k, and `step` is its step. `best` is the
         largest Mean@k, as the paper defines Best. A set without such an evaluation is missing.
@@ -238,7 +238,7 @@ class Run:
         return {axis: {0: 0.0, **dict(zip(steps, spent, strict=True))} for axis, spent in found.items()}
 
     def spent(self, axis: str, step: int | None = None) -> float:
-        """The cost on an axis of `costs` to the end of `step` (None: of all steps), or of the last step before it."""
+        """The cost on an axis of `costs` to the end of `step`, or of the last recorded step before it; None: of all."""
         steps = list(self.costs[axis])
         return self.costs[axis][steps[-1 if step is None else bisect.bisect(steps, step) - 1]]
 

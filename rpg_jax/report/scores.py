@@ -233,7 +233,7 @@ def metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def without_verdict(name: str, records: Sequence[Mapping[str, Any]]) -> str:
-    """A line with the number and the kinds of the records of the set `name` without a verdict; "" if all have one."""
+    """A line that counts the records of the set `name` without a verdict, by cause, as timeout; "" if all have one."""
     kinds = Counter(r["verdict"] for r in records if r["verdict"] in CHANCE)
     counted = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     said = (

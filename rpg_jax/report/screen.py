@@ -17,7 +17,7 @@ _NARROWEST = 40  # columns
 
 
 def plain(text: str) -> str:
-    """The text with control characters, but tabs and line feeds, as Python writes them: `\\x1b` for an escape."""
+    """The text with control characters (but tab, line feed) and direction overrides as Python writes them: `\\x1b`."""
     return _HARMFUL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 

@@ -115,7 +115,7 @@ class Budget:
 
 
 def budgets(configs: Sequence[Config]) -> list[Budget]:
-    """The cheapest run's costs in steps, completions and seconds, in this order, without those that a run lacks."""
+    """The cost of the cheapest run in steps, completions and seconds, but those that some run does not record."""
     runs = [run for config in configs for run in config.runs]
     found = []
     for axis in AXES:
@@ -140,8 +140,8 @@ class Row:
       steps: the steps of the runs' last evaluations within the budget, sorted, each once.
       spent: {axis that all runs record: cost up to the last step within the budget, the mean over runs}.
       scores: {(set, quantity): score in %}.
-      ranks: {(set, quantity): 1 for the best config, 2 for the second, …}. Without columns in which a config has fewer
-        than three seeds, or evaluations differ.
+      ranks: {(set, quantity): 1 for the best config, 2 for the second, …}. A column has no ranks if a config in it has
+        fewer than three seeds, or if evaluations differ.
       differences: {set: Last minus Last of the first config in percentage points, paired by seed}; {} in the first row.
       left_out: {set: why its difference is left out}.
       kl: KL to the reference in millinats per token, over the last third of the steps; None without this metric.

@@ -72,8 +72,8 @@ def collect(
 ) -> list[Run]:
     """Reads the planned runs that have written a config from the folder `out`/runs, in the order of `planned`.
 
-    Their records keep the metrics `columns`, and the scores of held-out sets if `evaluated`, rounded to four digits.
-    Raises ValueError for a damaged file.
+    Their records keep the metrics `columns`, and the scores of held-out sets if `evaluated`, rounded to four
+    significant digits. Raises ValueError for a damaged file.
     """
     runs, kept = [], ("step", *columns)
     for plan in planned:
@@ -104,7 +104,7 @@ def save(results: Results, path: Path) -> None:
 
 
 def load(path: Path) -> Results:
-    """Reads results from a file of `save`. Raises ValueError if there is no such file, or if it holds no results."""
+    """Reads the results that `save` wrote. Raises ValueError if there is no such file, or if it holds no results."""
     try:
         return _unpacked(json.loads(gzip.decompress(path.read_bytes())))
     except FileNotFoundError:

@@ -62,7 +62,7 @@ class TableOptions:
 def make_table(name: str, table: Table, options: TableOptions) -> tuple[Path, dict[str, Path]]:
     """Trains the runs of a table that have not ended, and writes its page, figures and numbers into `options.out`/NAME.
 
-    Blocks until all runs have ended. Returns (the page, {"row, seed N": log} of the runs that failed).
+    Returns (the page, {"row, seed N": log} of the runs that failed) when all have ended. This process uses the CPU.
 
     Raises ValueError if a run would be refused, a reported seed also chooses learning rates, another command is at work
     in `options.out`, the runs of `options.kept` do not fit the others, or no run has a score.
@@ -147,7 +147,7 @@ def _about(options: TableOptions) -> tuple[str, str, tuple[str, ...]]:
 
 
 def arguments(plan: PlannedRun, out: Path, extra: Sequence[str]) -> list[str]:
-    """The command line of `rpg_jax.train` for a planned run in `out`/runs. The same arguments resume the run."""
+    """The arguments of `rpg_jax.train` that train a planned run in `out`/runs. The same arguments resume the run."""
     return [
         *(f"--config={plan.config}", f"--config.seed={plan.seed}"),
         *(f"--config.run.dir={out / 'runs'}", f"--config.run.name={plan.name}"),
@@ -166,7 +166,7 @@ def _progress_of(plan: PlannedRun, out: Path) -> tuple[int, bool]:
 
 
 def check_config(plan: PlannedRun, out: Path, extra: Sequence[str]) -> None:
-    """Raises ValueError, which names the fields, if the run of `plan` in `out` has begun with another config."""
+    """Raises ValueError, which names the fields, if the run of `plan` in `out` began with another config than now."""
     if there := read_config(out / "runs" / plan.name):
         config = config_files.load(plan.config, arguments(plan, out, extra)[1:]).config
         if differing := run_folder.differing(there, run_folder.as_json(resolve.with_method(config))):
@@ -188,7 +188,7 @@ def check_overrides(out: Path, extra: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[int]:
-    """Holds a lock on the file `out`/lock against a second command, and yields the descriptor of this file.
+    """Holds a lock on the file `out`/lock against a second command, and yields the file's descriptor.
 
     A process that inherits the descriptor holds the lock too. Raises ValueError at once if another command, or a run
     that outlived its killed command, works in `out`.
@@ -268,7 +268,7 @@ def train_runs(
 
 
 def train_in_worker(arguments: Sequence[str]) -> int:
-    """Trains one run in a worker process; returns the exit code of `rpg_jax.train`."""
+    """Trains one run by the command line `arguments`, which it notes in `sys.argv`; returns its exit code."""
     sys.argv = [str(Path(rpg_jax.__file__).parent / "train.py"), *arguments]  # noted in versions.json
     return train_command.main(arguments)
 

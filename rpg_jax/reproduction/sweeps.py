@@ -22,8 +22,8 @@ def sweep_table(config: str, methods: Sequence[str], sweeps: Sequence[str]) -> t
 
     `config` is the config file of every run; without methods, its method counts. The name begins with "sweep-".
 
-    Raises ValueError for an unknown field or method, a value that the field does not take, a field or a value that is
-    given twice, and for the seed and the fields `run.*`, which every run has anyway.
+    Raises ValueError for a text of another form, an unknown field or method, a value that the field does not take, a
+    field or a value that is given twice, and for the seed and the fields `run.*`, which tell runs apart anyway.
     """
     fields: dict[str, list[Any]] = {}
     for text in sweeps:
@@ -67,7 +67,7 @@ def best(sweep: Results) -> dict[str, str]:
 
     The rule: the highest mean, over the seeds, of the training accuracy over the last third of the steps; of equal
     means, the first counts. A row of the sweep in which a run failed, did not end or diverged is never best. A row
-    without swept values that has no other is missing.
+    without swept values is missing if no row of the sweep is left for it.
     """
     seeds = {run.seed for run in sweep.runs}
     chosen = {}
@@ -83,7 +83,7 @@ def best(sweep: Results) -> dict[str, str]:
 
 
 def best_values(sweep: Results) -> dict[str, Values]:
-    """{row without swept values: {swept field: its best value}}. Its accuracy while training is the highest."""
+    """{row without swept values: {swept field: value}}, with the values of the highest mean late training accuracy."""
     return {group: sweep.table.swept[row][1] for group, row in best(sweep).items()}
 
 

@@ -70,7 +70,7 @@ class Table:
         return self.baselines.get(row, self.baseline)
 
     def named(self, text: str) -> list[str]:
-        """The names in a list with commas. Names of rows can have commas too; parts of unknown names are names."""
+        """Splits a list of rows at its commas. The names of rows can have commas too: the longest known name counts."""
         parts, names = [part.strip() for part in text.split(",")], []
         while parts:
             known = (n for n in range(len(parts), 0, -1) if ", ".join(parts[:n]) in self.rows)

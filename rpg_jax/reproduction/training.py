@@ -108,7 +108,7 @@ def difference_table(
 ) -> str:
     """A table in Markdown of differences to the compared rows, paired by seed, with 95 % intervals.
 
-    `columns` is {column: {row: {seed: points}}}. Rows without any difference are left out. `corner` heads their names.
+    `columns` is {column: {row: {seed: points}}}. Those of `rows` with a difference appear, below the head `corner`.
     """
     found = {row: [_difference(table, row, values) for values in columns.values()] for row in rows}
     shown = {row: own for row, own in found.items() if any(own)}

@@ -1,7 +1,7 @@
 """A pool of processes that carry out tasks one after another, each process on one core.
 
 A worker imports JAX once, and its tasks share compiled programs. A task that fails ends its worker, and the next task
-gets another. So a task is as alone as in a process of its own: a signal, the watchdog or an error ends no other task.
+gets another. So a task is as alone as in a process of its own: a signal, an exit or an error ends no other task.
 
 `python -m rpg_jax.reproduction.workers` is a worker. It reads a task a line from stdin, as JSON, and writes the result
 of the function as a line of JSON to stdout after each task that ended well. The first task that fails ends the worker,
