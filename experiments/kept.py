@@ -51,7 +51,7 @@ def write(path: Path, settings: Any, results: Mapping[str, Any]) -> None:
 def read(path: Path, settings: Any) -> dict[str, Any]:
     """The results in a file that `write` wrote; they are as JSON reads them, with keys that are texts.
 
-    Raises ValueError if the file has the results of other settings than the dataclass `settings`.
+    Raises ValueError if they are of other settings than the dataclass `settings`, FileNotFoundError without the file.
     """
     record = json.loads(gzip.decompress(path.read_bytes()))
     if record["settings"] != json.loads(json.dumps(dataclasses.asdict(settings))):

@@ -99,7 +99,7 @@ def _results(configs: Sequence[Config]) -> Markup:
 def results_table(
     configs: Sequence[Config], rows: Sequence[tables.Row], ks: Mapping[str, int | None], budget: Budget
 ) -> Markup:
-    """The HTML of the table of `rows`, the results of `configs` within `budget`; a note if there is no evaluation.
+    """The HTML of the table of `rows`, one for each config within `budget`; a note if there is no evaluation.
 
     `ks` is {held-out set: completions of each problem, None if unknown}, in the order of the columns.
     """

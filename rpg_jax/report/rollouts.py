@@ -37,7 +37,7 @@ class Rollouts:
       rewards: f32[N].
       pieces: i32[n], the text of each token as its index in text["pieces"].
       versions: i32[n], the version of the weights that sampled each token.
-      numbers: {name in `NUMBERS`: f32[n]}; nan at tokens that an environment wrote.
+      numbers: {name in `NUMBERS`: f32[n]}, in nats but for the advantage; nan at tokens that an environment wrote.
       clip: u8[n], what the loss's clip does to each token, as its index in text["clip_states"].
     """
 

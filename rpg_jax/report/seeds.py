@@ -100,7 +100,7 @@ def ranks(values: Sequence[float]) -> list[int]:
 
 
 def ranks_of(means: Sequence[Mean]) -> list[int]:
-    """The `ranks` of means; [] if there are fewer than two, or if one is over fewer than three seeds."""
+    """The rank of each mean, 1 for the largest; [] if there are fewer than two, or one is over fewer than 3 seeds."""
     if len(means) < 2 or any(m.seeds < SEEDS_TO_RANK for m in means):
         return []
     return ranks([m.value for m in means])

@@ -115,7 +115,7 @@ def check_table(table: Table, extra: Sequence[str]) -> None:
 
 
 def quick_rows(table: Table) -> list[str]:
-    """The rows of a quick look: GRPO, DAPO and RPG-REINFORCE-URKL, or the baseline and the last two other rows."""
+    """For a quick look: GRPO, DAPO, RPG-REINFORCE-URKL; if one is missing, the baseline and the last two other rows."""
     if set(QUICK_ROWS) <= set(table.rows):
         return list(QUICK_ROWS)
     return [table.baseline, *[row for row in reversed(list(table.rows)) if row != table.baseline][:2]]
