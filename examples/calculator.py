@@ -48,12 +48,10 @@ class Problems:
     seed: int = 0
 
     def problems(self, name: str, count: int | None = None, *, seed: int = 0) -> list[Problem]:
-        """The first `count` problems of "train" or of one of `SETS`, or as many as there are.
+        """The first `count` problems (None: all) of "train", "held out", "easy" or "hard", in an order by `seed`.
 
-        Their order is drawn from `seed`; "easy" and "hard" have the sums and the products that are held out.
-
-        Raises:
-          ValueError: the name is unknown, or the set has fewer problems.
+        "easy" and "hard" have the sums and the products that are held out; the other sets mix both. Raises ValueError
+        for another name, or if the set has fewer problems.
         """
         if name not in ("train", *SETS):
             raise ValueError(f"calculator has the sets train, {', '.join(SETS)}; got {name!r}")
@@ -69,11 +67,11 @@ class Problems:
         return found[:count]
 
     def examples(self, problems: Sequence[Problem], *, turns: int) -> list[list[Message]]:
-        """The conversations of the pupil, of at most `turns` turns."""
+        """The messages of the pupil's conversation about each problem, of at most `turns` turns."""
         return [play(Game(), Posed.of(p), functools.partial(self.turn, p), turns=turns)[-1] for p in problems]
 
     def turn(self, problem: Problem, heard: Sequence[str]) -> str:
-        """The pupil's next turn after the results `heard`."""
+        """The pupil's next turn after the calculator's results `heard`: the last result, a call, or an answer."""
         random = np.random.default_rng([self.seed, problem.prompt_id, len(heard)])
         if heard:
             return heard[-1]
@@ -84,7 +82,7 @@ class Problems:
         return _with_mistake(problem.answer, random) if random.random() < 0.1 else problem.answer
 
     def texts(self) -> Iterator[str]:
-        """Every character of the task, for training a tokenizer."""
+        """Yields a text with every character of the task, for training a tokenizer."""
         yield "0123456789+-*/()=?" + CALL
 
     def _mixed(self, sums: list[Problem], products: list[Problem], random: np.random.Generator) -> list[Problem]:
@@ -106,20 +104,22 @@ class Problems:
 
 
 class Game:
-    """A turn that begins with `CALL` asks for the value of the expression behind it; any other turn is the answer.
+    """A turn that begins with "calc " asks for the value of the expression behind it; any other turn is the answer.
 
-    A call costs `cost`, and is answered by the value: a whole number, an exact fraction ("7/2"), or `UNREADABLE`. The
-    expression is parsed, never executed; `rewards.expression.evaluate` has the grammar. An answer ends the
-    conversation, and pays 1 if it has the characters of the problem's answer, blanks around it aside.
+    A call costs `cost`, and is answered by the value: a whole number, an exact fraction ("7/2"), or "?" if the
+    expression is none. It is parsed, never executed; `rewards.expression.evaluate` has the grammar. An answer ends
+    the conversation, and pays 1 if it has the characters of the problem's answer, blanks around it aside.
     """
 
     def __init__(self, cost: float = 0.1):
         self._cost = cost
 
     def reset(self, problem: Posed) -> Sequence[Message]:
+        """The messages that begin the conversation: those of the problem."""
         return problem.messages
 
     def step(self, problem: Posed, messages: Sequence[Message], completion: str) -> Turn:
+        """The answer to the turn `completion`: the value that a call asks for, or the end with its reward."""
         if not completion.startswith(CALL):
             return Turn(reward=float(completion.strip() == problem.answer), done=True)
         try:

@@ -29,9 +29,8 @@ _RANGE = re.compile(r"([0-9a-z]{1,12})-([0-9a-z]{1,12})$", re.IGNORECASE)
 class Problems:
     """The game "4-p" with answer "h": find the secret digit of a range of `DIGITS` by guesses, which are answered.
 
-    The `Game` answers with the range that is left. With five guesses and ranges of 14 to 20 digits, a
-    player who guesses at random finds 26 % of the secrets. One who guesses at random in what is left finds 76 %, and
-    one who halves it finds all.
+    The `Game` answers with the range that is left. With five guesses and ranges of 14 to 20 digits, random guesses
+    find 26 % of the secrets. Random guesses in the range that is left find 76 %, and guesses at its middle find all.
 
     Two kinds of simulated pupils write the demonstrations of a warm start. Two thirds of the pupils repeat their first
     guess, whatever the answer is, and find 6 %. The others guess in the middle half of the range that is left, and find
@@ -48,10 +47,9 @@ class Problems:
     seed: int = 0
 
     def problems(self, name: str, count: int | None = None, *, seed: int = 0) -> list[Problem]:
-        """The first `count` problems of "train" or "held out", or all, in an order drawn from `seed`.
+        """The first `count` problems of "train" or "held out" (None: all), in an order drawn from `seed`.
 
-        Raises:
-          ValueError: the name is unknown, or the set has fewer problems.
+        Raises ValueError for another name, or if the set has fewer problems.
         """
         if name not in ("train", "held out"):
             raise ValueError(f"guessing has the sets train, held out; got {name!r}")
@@ -68,12 +66,12 @@ class Problems:
         return [self._problem(*every[i]) for i in order.tolist()]
 
     def examples(self, problems: Sequence[Problem], *, turns: int) -> list[list[Message]]:
-        """The conversations of the pupils, of at most `turns` turns."""
+        """The messages of a pupil's conversation about each problem, of at most `turns` turns."""
         game = Game(base=len(DIGITS))
         return [play(game, Posed.of(p), functools.partial(self.guess, p), turns=turns)[-1] for p in problems]
 
     def guess(self, problem: Problem, heard: Sequence[str]) -> str:
-        """A pupil's next turn after the ranges `heard`. The problem decides which pupil plays."""
+        """A pupil's next guess, a digit, after the ranges `heard`. The problem decides which kind of pupil plays."""
         random = np.random.default_rng([self.seed, problem.prompt_id])
         listens, places = random.random() < _LISTENS, random.random(1 + len(heard))
         left, place = (heard[-1], places[-1]) if listens and heard else (problem.prompt, places[0])
@@ -84,7 +82,7 @@ class Problems:
         return DIGITS[first + int(place * (last + 1 - first))]
 
     def texts(self) -> Iterator[str]:
-        """Every character of the game, for training a tokenizer."""
+        """Yields a text with every character of the game, for training a tokenizer."""
         yield DIGITS + "-"
 
     def _is_held_out(self, first: int, last: int) -> bool:
@@ -105,8 +103,7 @@ class Game:
     turn before. All other turns pay nothing: if a wrong guess cost something, a player who rarely wins would do best to
     give up. `environment.max_turns` is the number of turns. Numbers are written in a `base` of 2 to 36; "z" is 35.
 
-    Raises:
-      ValueError: `base` is out of range, or a prompt does not end with a range.
+    Raises ValueError if `base` is out of range, and later if a prompt does not end with a range.
     """
 
     def __init__(self, cost: float = 0.05, base: int = 10):
@@ -115,10 +112,12 @@ class Game:
         self._cost, self._base = cost, base
 
     def reset(self, problem: Posed) -> Sequence[Message]:
+        """The messages that begin the conversation: those of the problem."""
         self._range(problem)
         return problem.messages
 
     def step(self, problem: Posed, messages: Sequence[Message], completion: str) -> Turn:
+        """The answer to the turn `completion` after `messages`: the range that is left, or the end with its reward."""
         secret, (first, last) = int(problem.answer, self._base), self._range(problem)
         before = [message["content"] for message in messages if message["role"] == "assistant"]
         guesses = [self._number(text) for text in (*before, completion)]

@@ -43,13 +43,13 @@ def tempered(
 
 
 def median_baseline(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
-    """R − median of the group, for rewards f[P, G]; `counted` bool[P, G] are the completions that have a reward."""
+    """R − median of the group, f[P, G], for rewards f[P, G]; `counted` bool[P, G]: which have a reward (None: all)."""
     known = rewards if counted is None else jnp.where(counted, rewards, jnp.nan)
     return rewards - jnp.nan_to_num(jnp.nanmedian(known, axis=1, keepdims=True))
 
 
 def main(steps: int = 20, tau: float = 0.5, **overrides) -> rpg_jax.Result:
-    """Trains the policy of configs/tiny.py."""
+    """Trains the policy of configs/tiny.py in a run folder; `overrides` are other config fields by dotted name."""
     return rpg_jax.train(
         "tiny",
         loss=functools.partial(tempered, tau=tau),

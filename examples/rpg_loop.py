@@ -56,19 +56,19 @@ CONFIG = models.DecoderConfig(
 
 
 def encode(text: str) -> np.ndarray:
+    """The token of each character of `text`, i32[len(text)]. Raises ValueError for one that is not in `CHARACTERS`."""
     return np.array([CHARACTERS.index(character) for character in text], np.int32)
 
 
 def decode(tokens: np.ndarray) -> str:
+    """The text of tokens i32[n], a character for each."""
     return "".join(CHARACTERS[token] for token in tokens)
 
 
 class Rows(NamedTuple):
-    """Prompts and their completions, padded on the right.
+    """Prompts and their completions, padded on the right: tokens i32[B, T], mask f32[B, T − 1].
 
-    Attributes:
-      tokens: i32[B, T].
-      mask: f32[B, T − 1], 1 where the token after a position belongs to the completion.
+    The mask is 1 where the token after a position belongs to the completion, else 0.
     """
 
     tokens: np.ndarray
@@ -76,7 +76,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(prompts: list[np.ndarray], completions: list[np.ndarray]) -> Rows:
-    """One prompt and its completion a row."""
+    """The tokens of each prompt, i32[…], and of its completion as a row of `Rows`."""
     tokens = np.full((len(prompts), LENGTH), PAD, np.int32)
     mask = np.zeros((len(prompts), LENGTH - 1), np.float32)
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
@@ -87,7 +87,7 @@ def rows_of(prompts: list[np.ndarray], completions: list[np.ndarray]) -> Rows:
 
 
 def token_logprobs(graphdef: nnx.GraphDef, params: models.Params, rows: Rows) -> jax.Array:
-    """log π(token t + 1 | tokens 0 … t), f32[B, T − 1]."""
+    """log π(token t + 1 | tokens 0 … t) of the model with these weights, f32[B, T − 1], also at prompts and padding."""
     model = nnx.merge(graphdef, params)
     positions = jnp.broadcast_to(jnp.arange(LENGTH), rows.tokens.shape)
     hidden = model(rows.tokens, positions, jnp.ones_like(rows.tokens), axes=(None, None))
@@ -96,12 +96,12 @@ def token_logprobs(graphdef: nnx.GraphDef, params: models.Params, rows: Rows) ->
 
 
 def supervised_loss(params: models.Params, graphdef: nnx.GraphDef, rows: Rows) -> jax.Array:
-    """The mean negative log-likelihood of the tokens of right answers, nats."""
+    """The mean negative log-likelihood of the tokens of right answers, in nats, to be minimised."""
     return -jnp.sum(token_logprobs(graphdef, params, rows) * rows.mask) / jnp.sum(rows.mask)
 
 
 class Batch(NamedTuple):
-    """What the loss reads: rows, and constants of their tokens, f32[B, T − 1], or f32[B] for the advantages."""
+    """What the loss reads: rows, log-probs of their tokens under π_old and π_ref, f32[B, T − 1], advantages f32[B]."""
 
     rows: Rows
     behaviour_logprobs: jax.Array
@@ -110,7 +110,7 @@ class Batch(NamedTuple):
 
 
 def rpg_loss(params: models.Params, graphdef: nnx.GraphDef, batch: Batch) -> tuple[jax.Array, losses.Metrics]:
-    """RPG-REINFORCE-URKL: L = −SG(w (A − β log r)) log π_θ, with the RPG-style clip, as the mean over tokens."""
+    """(L = −SG(w (A − β log r)) log π_θ with the RPG-style clip, its mean over tokens, to be minimised; metrics)."""
     return losses.rpg(
         token_logprobs(graphdef, params, batch.rows),
         batch.behaviour_logprobs,
@@ -127,19 +127,20 @@ def rpg_loss(params: models.Params, graphdef: nnx.GraphDef, batch: Batch) -> tup
 
 
 def adam(learning_rate: float) -> optax.GradientTransformation:
+    """Adam on gradients clipped to a norm of 1; the learning rate rises from 0 over 10 updates."""
     rising = optax.linear_schedule(0.0, learning_rate, transition_steps=10)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rising, b2=0.95))
 
 
 def supervised_update(params, state, graphdef, rows):
-    """One optimizer update on right answers."""
+    """(weights, state of the optimizer) after one update on `rows` with right answers."""
     gradient = jax.grad(supervised_loss)(params, graphdef, rows)
     updates, state = adam(PRETRAINING_RATE).update(gradient, state, params)
     return optax.apply_updates(params, updates), state
 
 
 def rpg_update(params, state, graphdef, batch):
-    """One optimizer update on a part of the completions of a step."""
+    """(weights, state of the optimizer, metrics) after one update on a part of the completions of a step."""
     gradient, metrics = jax.grad(rpg_loss, has_aux=True)(params, graphdef, batch)
     updates, state = adam(LEARNING_RATE).update(gradient, state, params)
     return optax.apply_updates(params, updates), state, metrics
@@ -148,7 +149,7 @@ def rpg_update(params, state, graphdef, batch):
 def sample(
     sampler: rollout.Rollout, problems: list[data.Problem], group_size: int, seed: int, step: int
 ) -> list[list[Completion]]:
-    """`group_size` completions of each problem, by the policy that the sampler has."""
+    """`group_size` completions of each problem, by the sampler's present policy; `seed` and `step` make them random."""
     return sampler.generate(
         rollout.Request(
             prompts=[encode(problem.prompt) for problem in problems],
@@ -167,12 +168,12 @@ def reward(problem: data.Problem, completion: Completion) -> float:
 
 
 def rewards_of(problems: list[data.Problem], groups: list[list[Completion]]) -> np.ndarray:
-    """f32[P, G]."""
+    """The reward of each completion, f32[P, G]; `groups` has the completions of each problem."""
     return np.array([[reward(p, c) for c in group] for p, group in zip(problems, groups, strict=True)], np.float32)
 
 
 def main(seed: int = 0, steps: int = 40, picture: str = "") -> list[float]:
-    """Trains, prints a curve, and returns the held-out accuracies, the first before the first step."""
+    """Trains, prints a curve, and returns held-out accuracies: before the first step, every 5 steps, at the end."""
     random = np.random.default_rng(seed)
     train, held_out = TASK.problems("train", seed=seed), TASK.problems("held_out", 250, seed=seed)
     graphdef, params = models.init(CONFIG, seed=seed)
@@ -243,7 +244,7 @@ def main(seed: int = 0, steps: int = 40, picture: str = "") -> list[float]:
 
 
 def draw(accuracies: list[float], file: Path) -> None:
-    """The curve of held-out accuracies as a PNG."""
+    """Writes the curve of held-out accuracies, one every 5 steps, as a PNG into `file`."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")

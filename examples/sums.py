@@ -24,13 +24,13 @@ _NAMES, _THINGS = ("Anna", "Ben", "Clara", "Mia", "Paul", "Tom"), ("apples", "bo
 
 
 def last_number(completion: str, answer: str, prompt: str) -> float:
-    """1 if the last number in the completion is the answer, else 0."""
+    """1 if the last run of digits in the completion is the answer, else 0; the prompt does not count."""
     numbers = _NUMBER.findall(completion)
     return float(bool(numbers) and numbers[-1] == answer)
 
 
 def equation(completion: str, answer: str, prompt: str) -> float:
-    """1 if the number after the first = in the completion is the answer, else 0."""
+    """1 if the first run of digits after the first = in the completion is the answer, else 0."""
     return float(_NUMBER.findall(completion.partition("=")[2])[:1] == [answer])
 
 
@@ -54,7 +54,7 @@ class Problems:
     seed: int = 0
 
     def problems(self, name: str, count: int | None = None) -> list[Problem]:
-        """The first `count` problems of "train" or "held out", or all."""
+        """The first `count` problems of "train" or "held out" (None: all). Raises KeyError for another name."""
         pairs = [(a, b) for a in range(self.largest + 1) for b in range(self.largest + 1)]
         order = np.random.default_rng(self.seed).permutation(len(pairs)).tolist()
         cut = round(self.held_out * len(pairs))
@@ -63,7 +63,7 @@ class Problems:
         return [Problem(number, *self.question(number, a, b), "sums") for number, a, b in numbers[:count]]
 
     def question(self, number: int, a: int, b: int) -> tuple[str, str]:
-        """The question and its answer."""
+        """The question "What is a + b?" and its answer as texts, whatever `number` is."""
         return f"What is {a} + {b}?", str(a + b)
 
     def texts(self) -> list[str]:
@@ -71,7 +71,7 @@ class Problems:
         return [problem.prompt for name in ("train", "held out") for problem in self.problems(name)]
 
     def examples(self, problems: Sequence[Problem], *, turns: int) -> list[str]:
-        """A demonstration of each problem, for a warm start."""
+        """The answer of each problem, as a demonstration for a warm start, whatever `turns` is."""
         return [problem.answer for problem in problems]
 
 
@@ -83,7 +83,7 @@ class Stories(Problems):
     tellings: int = 4
 
     def question(self, number: int, a: int, b: int) -> tuple[str, str]:
-        """The question and its answer; `number` decides the story and its words."""
+        """The question and its answer about a + 2 and b + 2; `number` and `seed` decide the story and its words."""
         rng = np.random.default_rng((self.seed, number))
         story, name, things = (int(rng.integers(len(x))) for x in (_STORIES, _NAMES, _THINGS))
         words = {"a": a + 2, "b": b + 2, "sum": a + b + 4, "product": (a + 2) * (b + 2)}

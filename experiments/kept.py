@@ -1,4 +1,4 @@
-"""Files of a programme: its numbers, and a page of tables without words."""
+"""What research programmes share: command line, progress bar, the file of their numbers, a page of their tables."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ OnRow = Callable[[str, str], None]  # (experiment, row), called before each row
 
 
 def parser(name: str, description: str | None) -> cli.Parser:
-    """The parser of `python -m experiments.NAME`."""
+    """The parser of `python -m experiments.NAME`, with --out and --quick; `description` is the text of its --help."""
     made = cli.parser(name, description or "")
     made.prog = f"python -m experiments.{name}"
     made.add_argument("--out", type=Path, default=Path(f"runs/{name}"), help="folder (default: %(default)s)")
@@ -26,33 +26,32 @@ def parser(name: str, description: str | None) -> cli.Parser:
 
 @contextlib.contextmanager
 def counted(name: str, rows: int) -> Iterator[OnRow]:
-    """A progress bar of so many rows. The value is the function that counts one row."""
+    """Shows a progress bar of `rows` rows. The value of the context is a function to call before each row."""
     with progress_bars() as progress:
         bar = progress.add_task(name, total=rows)
         yield lambda experiment, row: progress.update(bar, advance=1, description=f"{experiment}: {row}")
 
 
 def made_with() -> dict[str, Any]:
-    """Commit, packages and machine, without the command, which has paths of one machine."""
+    """{"commit": …, "packages": …, …} of code and machine, without the command, which has paths of one machine."""
     return {name: value for name, value in run_folder.made_with().items() if name != "command"}
 
 
 def packed(text: bytes) -> bytes:
-    """Compressed; equal texts give equal bytes."""
+    """The bytes of `text`, compressed by gzip; equal texts give equal bytes."""
     return gzip.compress(text, 9, mtime=0)
 
 
 def write(path: Path, settings: Any, results: Mapping[str, Any]) -> None:
-    """Writes settings, results and the versions that made them to `path`, which ends in `.json.gz`."""
+    """Writes the dataclass `settings`, `results` and the versions that made them to `path`, NAME.json.gz."""
     record = {"settings": dataclasses.asdict(settings), "made_with": made_with(), "results": results}
     write_atomically(path, packed(json.dumps(record, ensure_ascii=False).encode()))
 
 
 def read(path: Path, settings: Any) -> dict[str, Any]:
-    """The results in a file of `write`.
+    """The results in a file that `write` wrote; they are as JSON reads them, with keys that are texts.
 
-    Raises:
-      ValueError: the file has the results of other settings than `settings`.
+    Raises ValueError if they are of other settings than the dataclass `settings`, FileNotFoundError without the file.
     """
     record = json.loads(gzip.decompress(path.read_bytes()))
     if record["settings"] != json.loads(json.dumps(dataclasses.asdict(settings))):
@@ -61,5 +60,5 @@ def read(path: Path, settings: Any) -> dict[str, Any]:
 
 
 def write_tables(path: Path, tables: Mapping[str, str]) -> None:
-    """Writes the tables, each below its title."""
+    """Writes the file `path` in Markdown: {title: table}, each table below its title as a heading."""
     write_atomically(path, "\n\n".join(f"## {title}\n\n{table}" for title, table in tables.items()) + "\n")

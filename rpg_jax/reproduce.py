@@ -27,24 +27,25 @@ from rpg_jax.runs import cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command with these arguments (None: of `sys.argv`). Returns its exit code: 0 if all runs ended well."""
     given = list(sys.argv[1:] if argv is None else argv)
     separator = given.index("--") if "--" in given else len(given)
 
     def reproduce(options: argparse.Namespace) -> int:
-        return make(options, given[separator + 1 :], _command(given))
+        return _make(options, given[separator + 1 :], _command(given))
 
     return cli.run(reproduce, _parser(), given[:separator])
 
 
-def make(options: argparse.Namespace, extra: Sequence[str], command: str) -> int:
+def _make(options: argparse.Namespace, extra: Sequence[str], command: str) -> int:
     """Makes the table that the options ask for. Every run has the overrides `extra`. Returns the exit code."""
     began = time.perf_counter()
     failed: dict[str, Path] = {}
     try:
         if options.from_data is not None:
-            page = run_tables.page_from(data_file(options, extra), options.out)
+            page = run_tables.page_from(_data_file(options, extra), options.out)
         else:
-            page, failed = run_tables.make_table(*table_and_options(options, extra, command))
+            page, failed = run_tables.make_table(*_table_and_options(options, extra, command))
     except KeyboardInterrupt:
         print("interrupted; the same command continues", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -55,7 +56,7 @@ def make(options: argparse.Namespace, extra: Sequence[str], command: str) -> int
     return 1 if failed else 0
 
 
-def table_and_options(
+def _table_and_options(
     options: argparse.Namespace, extra: Sequence[str], command: str
 ) -> tuple[str, Table, TableOptions]:
     """The name of the table, the table, and how it is run.
@@ -95,7 +96,7 @@ def table_and_options(
     return name, table, how
 
 
-def data_file(options: argparse.Namespace, extra: Sequence[str]) -> Path:
+def _data_file(options: argparse.Namespace, extra: Sequence[str]) -> Path:
     """The file that `--from-data` names. Without a name: the table's file that comes with the code.
 
     Raises ValueError for an option that only runs take, and where neither a table nor a file is given.
@@ -112,9 +113,9 @@ def data_file(options: argparse.Namespace, extra: Sequence[str]) -> Path:
 
 
 def seeds(text: str | None) -> list[int]:
-    """The seeds of a text: "3" means 0, 1 and 2; "100,101" is a list. No seeds for None.
+    """The seeds of a text: "3" means 0, 1 and 2; "100,101" is a list, and so is "7,". [] for None.
 
-    Raises ValueError if there is no such number or list.
+    Raises ValueError for another text, a seed below 0, a seed that is there twice, or no seed.
     """
     if text is None:
         return []

@@ -14,6 +14,7 @@ from rpg_jax.runs import cli
 
 
 def main() -> None:
+    """Runs the command line of `sys.argv`. Exits with code 2 and a line on stderr if it cannot write the page."""
     parser = argparse.ArgumentParser(
         prog="python -m rpg_jax.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -7,22 +7,28 @@ its tables, which is all but curves and rollouts.
 """
 
 import base64
+import functools
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
+import markupsafe
 import numpy as np
 from markupsafe import Markup
 
-from rpg_jax.report import html_tables, rollouts, tables
-from rpg_jax.report.html_tables import WEB
+from rpg_jax.report import rollouts, tables
 from rpg_jax.report.plots import CONVERSATION_PANELS, PANELS, Panel, curves_of, shared_points, smooth
+from rpg_jax.report.progress import duration
 from rpg_jax.report.run_files import Run
+from rpg_jax.report.seeds import SEEDS_TO_RANK
 from rpg_jax.report.tables import Budget, Config, Json
 from rpg_jax.storage import write_atomically
 
+WEB = Path(__file__).with_name("web")
 SCRIPTS = ("core.js", "figures.js", "rollouts.js", "tokens.js", "browser.js")
 ROLLOUT_STEPS = 8  # of each run, by default
 DYNAMICS = (
@@ -37,14 +43,15 @@ DYNAMICS = (
 COMPILING = ("time/compilations", "time/compiling")  # other times include these
 BETWEEN_STEPS = ("time/evaluation", "time/checkpoint")  # not in a step's "seconds"
 POINTS = 400  # most points of a curve
+COSTS = {"steps": "trained", "completions": "completions", "seconds": "time"}  # axis: the head of its column
 
 
 def write_page(run_dirs: Sequence[Path], out: Path, *, rollout_steps: int = ROLLOUT_STEPS) -> Path:
-    """Writes the page of runs, finished or not, to the file `out` and returns its path.
+    """Writes the page of the runs in these folders, finished or not, to the HTML file `out`; returns `out`.
 
-    The page holds the rollouts of at most `rollout_steps` steps of each run, spread evenly over steps with rollouts.
-
-    Raises ValueError if a run has no steps, or its folder has a broken file.
+    The page holds the rollouts of at most `rollout_steps` steps of each run, spread evenly over the steps that have
+    any. A line on stderr names a rollout file that cannot be read. Raises ValueError if a run has no step, or if a
+    file with its metrics, config, versions or inputs is damaged.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page_of([Run.read(folder) for folder in run_dirs], rollout_steps=rollout_steps))
@@ -52,14 +59,14 @@ def write_page(run_dirs: Sequence[Path], out: Path, *, rollout_steps: int = ROLL
 
 
 def page_of(runs: Sequence[Run], *, rollout_steps: int = ROLLOUT_STEPS) -> str:
-    """The text of the page. Raises ValueError for a run without steps."""
+    """The page in HTML, with rollouts of at most `rollout_steps` steps of a run. ValueError for a run without steps."""
     if empty := [str(run.folder) for run in runs if not run.records]:
         raise ValueError(f"no steps in {', '.join(empty)}: metrics.jsonl is missing or empty; run at least one step")
     configs = tables.configs_of(runs)
-    data, chunks = page_data(configs, rollout_steps=rollout_steps)
+    data, chunks = _page_data(configs, rollout_steps=rollout_steps)
     style = (WEB / "page.css").read_text(encoding="utf-8")
     script = "\n".join((WEB / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    page = html_tables.templates().get_template("page.html")
+    page = _templates().get_template("page.html")
     return page.render(
         style_hash=_hash(style),
         script_hash=_hash(script),
@@ -67,25 +74,92 @@ def page_of(runs: Sequence[Run], *, rollout_steps: int = ROLLOUT_STEPS) -> str:
         script=Markup(script),
         runs=[run for config in configs for run in config.runs],
         configs=configs,
-        results=html_tables.results(configs),
+        results=_results(configs),
         timing=timing(configs),
         differences=tables.differences(configs),
-        data=Markup(embedded(data)),
+        data=Markup(_embedded(data)),
         chunks=chunks,
     )
 
 
 def is_page(file: Path) -> bool:
-    """Whether a file is a page that `write_page` has written."""
+    """Whether `file` is a page that `write_page` wrote, by its first bytes. False for a folder or a missing file."""
     head = (WEB / "page.html").read_bytes()[:60]
     return file.is_file() and file.read_bytes()[: len(head)] == head
 
 
-def page_data(configs: Sequence[Config], *, rollout_steps: int) -> tuple[dict[str, Any], list[str]]:
-    """Returns (JSON-able data of figures and rollouts, packed rollouts).
+def _results(configs: Sequence[Config]) -> Markup:
+    """The switch between axes, the results on each, and the meaning of their marks."""
+    ks = {name: own[-1].get("k") for c in configs for run in c.runs for name, own in run.evaluations.items()}
+    rows = {budget: tables.rows_within(configs, budget) for budget in tables.budgets(configs)}
+    by_axis = {budget.axis: results_table(configs, own, ks, budget) for budget, own in rows.items()}
+    return _filled("compared", by_axis) + notes(configs, [*rows.values()][-1])
 
-    The data name the packed rollouts by their indices.
+
+def results_table(
+    configs: Sequence[Config], rows: Sequence[tables.Row], ks: Mapping[str, int | None], budget: Budget
+) -> Markup:
+    """The HTML of the table of `rows`, one for each config within `budget`; a note if there is no evaluation.
+
+    `ks` is {held-out set: completions of each problem, None if unknown}, in the order of the columns.
     """
+    if not (sets := [name for name in ks if any((name, "last") in row.scores for row in rows)]):
+        return Markup('<p class="muted">No evaluation yet.</p>')
+    costs = [axis for axis in COSTS if all(axis in row.spent for row in rows)]
+    lines = list(zip(configs, rows, strict=True))
+    return _filled("results", lines, sets, ks, costs, _anchor_letters(configs), budget)
+
+
+def _anchor_letters(configs: Sequence[Config]) -> dict[str, str]:
+    """A letter for each reference policy of a KL; no letters if all configs have the same reference policy."""
+    anchors = list(dict.fromkeys(map(tables.anchor, configs)))
+    return {name: chr(ord("a") + i) for i, name in enumerate(anchors)} if len(anchors) > 1 else {}
+
+
+def notes(configs: Sequence[Config], rows: Sequence[tables.Row]) -> Markup:
+    """HTML that explains the marks in `rows`, names the parents of branches, and warns of KLs to different policies."""
+    return _filled("notes", configs, any(row.ranks for row in rows), SEEDS_TO_RANK, _anchor_letters(configs))
+
+
+def _number(x: float) -> str:
+    """Three digits: 12,345 · 123 · 1.23 · 0.0123 · 3.6e−7."""
+    size = float(f"{abs(x):.2e}")
+    if not x or not math.isfinite(x):
+        text = "0" if x == 0 else str(x)
+    elif size < 1e-3:
+        text = f"{x:.1e}".replace("e-0", "e-")
+    else:
+        text = f"{x:,.{min(max(2 - math.floor(math.log10(size)), 0), 4)}f}"
+    return text.replace("-", "−")
+
+
+def _cost(amount: float, axis: str) -> str:
+    return duration(amount) if axis == "seconds" else f"{amount:,.0f}{' steps' * (axis == 'steps')}"
+
+
+def _filled(macro: str, *values: Any) -> Markup:
+    """The HTML of a macro of `web/tables.html`."""
+    return getattr(_templates().get_template("tables.html").module, macro)(*values)
+
+
+@functools.cache
+def _templates() -> jinja2.Environment:
+    """The templates in `web/`. They write values in ASCII: a special character becomes a reference, as &#960;."""
+
+    def escaped(value: object) -> Markup:
+        if isinstance(value, Markup):
+            return value
+        return Markup(markupsafe.escape(value).encode("ascii", "xmlcharrefreplace").decode())
+
+    how: dict[str, Any] = {"autoescape": True, "finalize": escaped, "trim_blocks": True, "lstrip_blocks": True}
+    made = jinja2.Environment(loader=jinja2.FileSystemLoader(WEB), undefined=jinja2.StrictUndefined, **how)
+    made.filters.update(number=_number, cost=_cost, anchor=tables.anchor, heading=COSTS.__getitem__)
+    made.globals.update(zip=zip)
+    return made
+
+
+def _page_data(configs: Sequence[Config], *, rollout_steps: int) -> tuple[dict[str, Any], list[str]]:
+    """(Data of figures and rollouts for JSON, packed rollouts). The data name packed rollouts by their indices."""
     chunks: list[str] = []
     numbers = []
     shown = []
@@ -93,10 +167,10 @@ def page_data(configs: Sequence[Config], *, rollout_steps: int) -> tuple[dict[st
         for run in config.runs:
             assert run.folder is not None
             read = [*rollouts.read_all(rollouts.files(run.folder, steps=rollout_steps))]
-            first = len(chunks)
+            numbered = enumerate(read, start=len(chunks))
+            kept = [{"chunk": i, "step": r.text["step"], "completions": len(r.lengths)} for i, r in numbered]
             chunks += [r.packed for r in read]
             numbers += [r.numbers for r in read]
-            kept = [{"chunk": first + i, "step": r.step, "completions": len(r.lengths)} for i, r in enumerate(read)]
             steps = run.records[-1]["step"]
             backwards = run.config.get("task.name") == "arithmetic" and run.config.get("task.reverse", False)
             about = {"name": run.name, "config": c, "seed": run.seed, "steps": steps, "backwards": backwards}
@@ -113,10 +187,11 @@ def page_data(configs: Sequence[Config], *, rollout_steps: int) -> tuple[dict[st
 
 
 def dynamics(configs: Sequence[Config]) -> list[Json]:
-    """The curves of each config in each of `DYNAMICS` that any run has.
+    """[{"title": text, "unit": text, "curves": one for each config}] of the panels of `DYNAMICS` that any run has.
 
-    A curve has its steps, and the mean, minimum and maximum of the seeds' moving averages. `raw` is the mean
-    without moving averages; `held_out` are the points of the panel's second metric, if it has one.
+    A curve is None if the config's runs lack the metric. Else it has lists over at most `POINTS` steps that all of its
+    seeds have: "steps"; "mean", "low" and "high" of the seeds' moving averages; "raw", the mean without moving
+    averages. "held_out", the points [step, mean] of the panel's second metric, is there if the panel has one.
     """
     curves = {panel: [_curve(c, panel) for c in configs] for panel in DYNAMICS}
     differ = "; anchors differ: do not compare" if len({tables.anchor(c) for c in configs}) > 1 else ""
@@ -125,14 +200,12 @@ def dynamics(configs: Sequence[Config]) -> list[Json]:
 
 
 def timing(configs: Sequence[Config]) -> Json:
-    """Mean seconds of each part of a step, over all steps but each run's first, which compiles.
+    """Mean seconds of each part of a step, over all timed steps but each run's first, which compiles.
 
     Evaluations and checkpoints come between steps; their time is spread over all steps.
 
-    Returns:
-      parts: names in order.
-      rows: for each config {seconds: [one for each part], total, tokens_per_second, compiling}, or None without steps;
-        `compiling` is in seconds per run.
+    Returns {"parts": names in order, "rows": one for each config}. A row is None without such steps, else {"seconds":
+    [one for each part], "total": seconds of a step, "tokens_per_second": rate, "compiling": seconds in all of a run}.
     """
     timed = [[r for run in c.runs for r in [r for r in run.records if "seconds" in r][1:]] for c in configs]
     keys = dict.fromkeys(k for own in timed for r in own for k in r if k.startswith("time/") and k not in COMPILING)
@@ -163,7 +236,7 @@ def _curve(config: Config, panel: Panel) -> Json | None:
         return None
     steps, values = shared_points(curves)
     raw = panel.scale * values
-    averaged = np.array([smooth(row, len(steps) // 20 | 1) for row in raw])
+    averaged = np.array([smooth(row) for row in raw])
     kept = rollouts.evenly(len(steps), POINTS)
     found: Json = {"steps": [steps[i] for i in kept], "raw": _rounded(raw.mean(0)[kept])}
     for name, values in (("mean", averaged.mean(0)), ("low", averaged.min(0)), ("high", averaged.max(0))):
@@ -179,7 +252,7 @@ def _rounded(values: np.ndarray) -> list[float]:
     return [float(f"{v:.5g}") for v in values]
 
 
-def embedded(data: Any) -> str:
+def _embedded(data: Any) -> str:
     """JSON that can stand in a script element: no text in it can end the element or break a line."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII: U+2028 and U+2029 are escaped
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

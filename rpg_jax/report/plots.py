@@ -31,7 +31,10 @@ COLOURS = ("#2a6db0", "#d1495b", "#2e8b57", "#e09f3e", "#7b4ea3", "#4a4a4a", "#1
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One metric, shown as `scale` times its value. The metric `held_out` is drawn over the lines as markers."""
+    """A picture of the metric `key`, shown as `scale` times its value in `unit`.
+
+    The metric `held_out` ("": none) is drawn as markers. `limits` are the ends of the vertical axis (None: as drawn).
+    """
 
     title: str
     unit: str
@@ -81,7 +84,7 @@ DRIFT_PANELS = (  # the panels of each held-out set, where a run measured its dr
 def empty_figure(
     width: float, height: float, *, dpi: int = 120, w_pad: float | None = None, h_pad: float | None = None
 ) -> Figure:
-    """Makes a white figure of `width` x `height` inches. `w_pad` and `h_pad` are the inches around each panel."""
+    """A white figure of `width` x `height` inches. `w_pad` and `h_pad` are inches around each panel (None: 0.04)."""
     ours = "matplotlib" not in sys.modules
     import matplotlib
     from matplotlib.figure import Figure
@@ -94,7 +97,7 @@ def empty_figure(
 
 
 def tidy(axes: Axes, title: str, *, title_pad: float | None = None, grid: Literal["both", "x", "y"] = "both") -> None:
-    """Titles axes, and removes all lines around them but the bottom line. Adds a light grid."""
+    """Titles axes, and removes all lines around them but the bottom line. Adds a light grid. `title_pad`: in points."""
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=title_pad)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -104,7 +107,7 @@ def tidy(axes: Axes, title: str, *, title_pad: float | None = None, grid: Litera
 
 
 def png(figure: Figure) -> bytes:
-    """The PNG of a figure, drawn without a display. A $ in a text is drawn as $: no text is a formula."""
+    """The bytes of the PNG of a figure, drawn without a display. A $ in a text is drawn as $: no text is a formula."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
     from matplotlib.ticker import LogFormatter
@@ -122,21 +125,22 @@ def png(figure: Figure) -> bytes:
 
 
 def name_axes(axes: Axes, title: str, below: str) -> None:
-    """Titles axes, and names the horizontal axis."""
+    """Titles axes, names the horizontal axis `below`, removes all lines around the axes but the lowest, adds a grid."""
     tidy(axes, title)
     axes.set_xlabel(below, color=MUTED, fontsize=9)
 
 
 def legend_below(figure: Figure) -> None:
-    """The legend of the first axes, below the figure."""
+    """Adds the legend of the first axes below the figure, in as many columns as fit its width."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     inches = 0.6 + 0.075 * max(map(len, labels), default=0)  # a handle with gaps, and each letter
     columns = max(1, min(len(labels), int(figure.get_figwidth() / inches)))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
-def smooth(values: np.ndarray, width: int) -> np.ndarray:
-    """The centred moving average over `width` values. At the ends, the average is over the values that exist."""
+def smooth(values: np.ndarray, width: int | None = None) -> np.ndarray:
+    """The centred moving average f64[n] over `width` values (None: a twentieth of all), at the ends over fewer."""
+    width = len(values) // 20 | 1 if width is None else width  # odd, so that the window has a centre
     if width < 2 or len(values) < 2:
         return values
     window = np.ones(min(width, len(values)))
@@ -144,18 +148,18 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def shared_points(curves: Iterable[Mapping[int, float]]) -> tuple[list[int], np.ndarray]:
-    """The xs that all non-empty curves {x: y} share, and the ys at these xs, f64[curves, xs]."""
+    """The sorted xs that all non-empty curves {x: y} share, and the ys there, f64[C, xs] of the C non-empty curves."""
     kept = [curve for curve in curves if curve]
     xs = sorted(set.intersection(*map(set, kept))) if kept else []
     return xs, np.array([[curve[x] for x in xs] for curve in kept])
 
 
 def curves_of(runs: Iterable[Run], metric: str) -> list[dict[int, float]]:
-    """For each run the values of a metric, as {step: value}."""
+    """For each run, in order, {step: value} of a metric at the steps where it is a finite number; {} without any."""
     return [dict(zip(*series(run.records, metric), strict=True)) for run in runs]
 
 
-def draw_band(axes: Axes, curves: Iterable[Mapping[int, float]], scale: float, colour: str, label: str) -> list[int]:
+def _draw_band(axes: Axes, curves: Iterable[Mapping[int, float]], scale: float, colour: str, label: str) -> list[int]:
     """Draws mean and range of the curves {x: y}. Returns the xs that all curves have."""
     xs, values = shared_points(curves)
     if xs:
@@ -166,10 +170,10 @@ def draw_band(axes: Axes, curves: Iterable[Mapping[int, float]], scale: float, c
 
 
 def draw_curves(run_dir: Path) -> Path:
-    """Draws `curves.png` of a run folder from its `metrics.jsonl` and returns its path.
+    """Writes `curves.png` into the folder of a run, from its `metrics.jsonl`, and returns the picture's path.
 
     Raw values are thin lines, their centred moving averages are bold, held-out evaluations are markers. The panel of a
-    metric that the run does not have stays empty. Raises ValueError if the run has no step.
+    metric that the run does not have stays empty. Raises ValueError if the run has no step, or a damaged file.
     """
     records = read_metrics(run_dir)
     if not records:
@@ -205,7 +209,7 @@ def _draw_panel(axes: Axes, panel: Panel, records: Sequence[Mapping[str, Any]]) 
         axes.set_ylim(*panel.limits)
     if values:
         raw = np.asarray(values) * panel.scale
-        mean = smooth(raw, len(raw) // 20 | 1)
+        mean = smooth(raw)
         axes.plot(steps, raw, color=RAW, linewidth=0.8)
         axes.plot(steps, mean, color=LINE, linewidth=1.8, marker="o" if len(steps) == 1 else None, markersize=4)
         _last(axes, f"{'training ' if held_out else ''}{mean[-1]:.3g}", LINE, height=1.03)
@@ -229,11 +233,12 @@ def _last(axes: Axes, text: str, color: str, height: float) -> None:
 
 
 def draw_scores(scores: Mapping[str, Mapping[int, Scores]], compared_with: Mapping[str, str]) -> bytes:
-    """PNG: the score Last of each set. Each row has its mean, its 95 % interval and a dot for every seed.
+    """PNG: Last, Mean@k after the last step, of each held-out set. A row has its mean, 95 % interval, a dot a seed.
 
     Args:
-      scores: {row: {seed: scores}}.
-      compared_with: {row: the row that it is compared with}.
+      scores: {row: {seed: what `Run.scores` returns}}; all runs have the same sets.
+      compared_with: {row: the row that it is compared with, maybe itself}. A row that others are compared with has
+        another colour, and a line at its mean.
     """
     rows, names = list(scores), held_out_sets(scores)
     figure = empty_figure(4.2 * len(names) + 1.5, 0.34 * len(rows) + 1.6)
@@ -256,7 +261,10 @@ def draw_scores(scores: Mapping[str, Mapping[int, Scores]], compared_with: Mappi
 
 
 def draw_dynamics(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> bytes:
-    """PNG: held-out accuracy of each set, then `TABLE_PANELS`, by step. A panel without a run is left out."""
+    """PNG: accuracy on each of the held-out `sets`, then the metrics of `TABLE_PANELS` that any run has, by step.
+
+    `rows` is {row: its runs, one a seed}. Only the first ten rows are drawn.
+    """
     held_out = [Panel(name, "Mean@k in %", f"eval/{name}/mean_at_k", 100) for name in sets]
     curves = {p: {row: curves_of(runs, p.key) for row, runs in rows.items()} for p in (*held_out, *TABLE_PANELS)}
     curves = {panel: by_row for panel, by_row in curves.items() if any(any(own) for own in by_row.values())}
@@ -265,7 +273,7 @@ def draw_dynamics(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> byt
     for place, (panel, by_row) in enumerate(curves.items(), start=1):
         axes = figure.add_subplot(lines, 3, place)
         for colour, (row, own) in zip(COLOURS, by_row.items(), strict=False):
-            draw_band(axes, own, panel.scale, colour, row)
+            _draw_band(axes, own, panel.scale, colour, row)
         name_axes(axes, f"{panel.title}, {panel.unit}", "step")
         axes.locator_params(axis="x", integer=True)
     legend_below(figure)
@@ -273,9 +281,10 @@ def draw_dynamics(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> byt
 
 
 def draw_drift(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> bytes | None:
-    """PNG: `DRIFT_PANELS` of each set by step. None if no run measured its drift (`evaluation.drift`).
+    """PNG: accuracy, entropy, length and KL to the initial policy on each of the held-out `sets`, by step.
 
-    The error bars of the KL are ± 2 standard errors over prompts, averaged over seeds.
+    `rows` is {row: its runs, one a seed}. Only the first ten rows are drawn. None if no run has this KL, for which the
+    config field `evaluation.drift` asks. Its error bars are ± 2 standard errors over prompts, averaged over seeds.
     """
     if not any(any(curves_of(runs, f"eval/{name}/initial_kl")) for runs in rows.values() for name in sets):
         return None
@@ -285,7 +294,7 @@ def draw_drift(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> bytes 
         for axes, panel in zip(line, DRIFT_PANELS, strict=True):
             for (row, runs), colour in zip(rows.items(), COLOURS, strict=False):
                 curves = curves_of(runs, f"eval/{name}/{panel.key}")
-                steps = draw_band(axes, curves, panel.scale, colour, row)
+                steps = _draw_band(axes, curves, panel.scale, colour, row)
                 at, errors = shared_points(curves_of(runs, f"eval/{name}/{panel.key}_error"))
                 if at and at == steps:
                     means = panel.scale * shared_points(curves)[1].mean(0)
@@ -300,5 +309,5 @@ def draw_drift(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> bytes 
 
 
 def held_out_sets(scores: Mapping[str, Mapping[int, Scores]]) -> list[str]:
-    """The names of the held-out sets of {row: {seed: scores}}."""
+    """The names of the held-out sets of {row: {seed: what `Run.scores` returns}}, by the first run of the first row."""
     return list(next(iter(next(iter(scores.values())).values())))

@@ -32,7 +32,7 @@ SHOWN = (  # metric key, its name on the screen, format
 
 
 def duration(seconds: float) -> str:
-    """Writes a duration: 12 s, 3 min 05 s, 2 h 07 min."""
+    """The duration as text, rounded to whole seconds: "12 s", "3 min 05 s"; from one hour on "2 h 07 min"."""
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds} s"
@@ -42,11 +42,10 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Shows how far a run is; use it as a context manager.
+    """Shows how far a run is, as a context manager: a live bar on a terminal, elsewhere plain lines.
 
-    `Progress(120)` counts steps to 120. `Progress(goal=0.55, title="warm start")` ends when the accuracy reaches the
-    goal; the number of steps is not known before. If a step lacks a metric, the last value stays: evaluations come only
-    every few steps.
+    `Progress(120)` counts steps to 120. `Progress(goal=0.55, title="warm start")` shows how near the accuracy is to the
+    goal, where the number of steps is not known. If a step lacks a metric, its last value stays on the screen.
     """
 
     def __init__(
@@ -61,7 +60,11 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`first` steps were done by an earlier process; plain lines are at least `every` seconds apart."""
+        """Raises ValueError unless either `total`, a number of steps, or `goal`, an accuracy, is given.
+
+        `first` steps were done by an earlier process. `title` names the work, `unit` a step of it. Plain lines are at
+        least `every` seconds apart, and go to `stream` (None: stderr). `clock` returns the time in seconds.
+        """
         if (total is None) == (goal is None):
             raise ValueError(f"give either total (steps) or goal (an accuracy), got {total=} and {goal=}")
         self.total, self.goal, self.title, self.unit, self.every = total, goal, title, unit, every
@@ -86,7 +89,7 @@ class Progress:
             self._print_line()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows step `step` (1 is the first) as done, with its metrics."""
+        """Shows step `step` (1 is the first) as done, and those of `metrics` that are in `SHOWN`."""
         now = self._clock()
         if self._done_at is not None and step > self.step:
             self._seconds.append((now - self._done_at) / (step - self.step))
@@ -97,16 +100,16 @@ class Progress:
             self._print_line()
 
     def note(self, text: str) -> None:
-        """Prints a line that stays: a checkpoint written, a skipped step, a warning."""
+        """Prints at once a line that stays: a checkpoint written, a skipped step, a warning."""
         self._console.print(text, markup=False, soft_wrap=True)
 
-    def headline(self) -> str:
+    def _headline(self) -> str:
         if self.goal is not None:
             value = self._latest.get("accuracy")
             return f"{self.title}: accuracy {'…' if value is None else f'{value:.2f}'} / {self.goal:.2f}"
         return f"{self.title}: {self.unit} {self.step}/{self.total}"
 
-    def numbers(self) -> list[str]:
+    def _numbers(self) -> list[str]:
         in_headline = "accuracy" if self.goal is not None else ""
         shown = {key: f"{name} {form.format(self._latest[key])}" for key, name, form in SHOWN if key in self._latest}
         if parts := [f"{key[7:]} {value:+.2f}" for key, value in self._latest.items() if key.startswith("reward/")]:
@@ -114,10 +117,7 @@ class Progress:
         return [text for key, text in shown.items() if key != in_headline]
 
     def time_left(self) -> str:
-        """The steps that are left times the median of recent step times.
-
-        "" without a total, before the second step, and at the end.
-        """
+        """As "3 min 05 s left", by the median time of recent steps; "" without a total, before 2 steps, at the end."""
         if not self.total or not self._seconds or self.step == self.total:
             return ""
         return f"{duration(max(self.total - self.step, 0) * median(self._seconds))} left"
@@ -127,12 +127,12 @@ class Progress:
         return min(max(done, 0.0), 1.0) if math.isfinite(done) else 0.0
 
     def _print_line(self) -> None:
-        parts = [self.headline(), *self.numbers(), self.time_left()]
+        parts = [self._headline(), *self._numbers(), self.time_left()]
         self._console.print(" | ".join(part for part in parts if part), markup=False, soft_wrap=True)
         self._printed_at, self._unprinted = self._clock(), False
 
     def __rich__(self) -> Group:
         bar = ProgressBar(total=1.0, completed=self._fraction(), width=30, complete_style="blue", finished_style="blue")
         head = Table.grid(padding=(0, 1))
-        head.add_row(Text(self.headline(), style="bold"), bar, Text(self.time_left(), style="dim"))
-        return Group(head, Text("   ".join(self.numbers()), style="dim"))
+        head.add_row(Text(self._headline(), style="bold"), bar, Text(self.time_left(), style="dim"))
+        return Group(head, Text("   ".join(self._numbers()), style="dim"))

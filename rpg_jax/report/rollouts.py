@@ -1,4 +1,4 @@
-"""Packs rollout files for the browser on the page; `runs.rollout_files` documents their content.
+"""Packs rollout files, `rollouts/STEP.npz` of a run, for the report's page; `runs.rollout_files` has their format.
 
 Numbers are rounded to 12 bits and laid out byte plane by byte plane, so that they compress to about two bytes each.
 """
@@ -28,17 +28,17 @@ MOST_BYTES = 2**28  # of a file in memory: 6 million tokens
 
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
-    """One file: P groups, N completions, n tokens.
+    """The rollouts of one step, from one file: P groups (a prompt's completions), N completions, n tokens.
 
     Attributes:
-      text: the file's JSON part.
+      text: the file's JSON part: step, texts of prompts and tokens, verdicts.
       sizes: i32[P], completions of each group.
       lengths: i32[N], tokens of each completion.
       rewards: f32[N].
-      pieces: i32[n], indices into text["pieces"].
-      versions: i32[n], versions of the weights.
-      numbers: name from `NUMBERS` -> f32[n].
-      clip: u8[n], indices into text["clip_states"].
+      pieces: i32[n], the text of each token as its index in text["pieces"].
+      versions: i32[n], the version of the weights that sampled each token.
+      numbers: {name in `NUMBERS`: f32[n]}, in nats but for the advantage; nan at tokens that an environment wrote.
+      clip: u8[n], what the loss's clip does to each token, as its index in text["clip_states"].
     """
 
     text: dict[str, Any]
@@ -50,18 +50,9 @@ class Rollouts:
     numbers: dict[str, np.ndarray]
     clip: np.ndarray
 
-    @property
-    def step(self) -> int:
-        return self.text["step"]
-
-    @property
-    def starts(self) -> np.ndarray:
-        """i64[N], the first token of each completion."""
-        return np.cumsum(self.lengths) - self.lengths
-
     @classmethod
     def read(cls, file: Path) -> Rollouts:
-        """Reads a file. Raises ValueError, which names the file, if the file is not a whole rollout file."""
+        """Reads a file. Raises ValueError, which names the file, if it is missing, or is not a whole rollout file."""
         try:
             with zipfile.ZipFile(file) as packed:  # a small file may unpack to any size
                 if sum(member.file_size for member in packed.infolist()) > MOST_BYTES:
@@ -88,12 +79,12 @@ class Rollouts:
 
     @functools.cached_property
     def packed(self) -> str:
-        """The file as base64 of gzipped bytes, all little-endian.
+        """What the page embeds of the file: base64 of gzipped bytes, all little-endian.
 
         In order: u32 length of a JSON header; the header, padded to a multiple of 4 bytes; for each of `NUMBERS` its 4
-        byte planes; i32 pieces; u8 clip states.
+        byte planes (n bytes each); i32[n] pieces; u8[n] clip states.
         """
-        t, first = self.text, self.starts
+        t, first = self.text, np.cumsum(self.lengths) - self.lengths  # the index of each completion's first token
         header = {
             **{name: t[name] for name in ("step", "weights", "pieces", "clip_states", "groups")},
             "specials": t.get("specials", []),
@@ -126,14 +117,14 @@ class Rollouts:
 
 
 def files(run_dir: Path, *, steps: int) -> list[Path]:
-    """At most `steps` rollout files of a run: the first, the last, and others evenly between them."""
+    """At most `steps` rollout files of a run's folder, by step: the first, the last, and others evenly between them."""
     named = [file for file in (run_dir / "rollouts").glob("*.npz") if STEP.fullmatch(file.stem)]
     found = sorted(named, key=lambda file: int(file.stem))
     return [found[i] for i in evenly(len(found), steps)]
 
 
 def read_all(found: Sequence[Path]) -> Iterator[Rollouts]:
-    """Yields the rollouts of each file that can be read. A line on stderr names each file that cannot be read."""
+    """Yields the rollouts of each file that can be read, in order. A line on stderr names each of the others."""
     for file in found:
         try:
             yield Rollouts.read(file)
@@ -142,14 +133,14 @@ def read_all(found: Sequence[Path]) -> Iterator[Rollouts]:
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """At most `most` of the numbers 0 … count − 1: the first, the last, and others evenly between them."""
+    """At most `most` of the numbers 0 … count − 1, sorted: the first, the last, and others evenly between them."""
     return sorted({round(place) for place in np.linspace(0, count - 1, min(most, count)).tolist()})
 
 
 def scales(numbers: list[dict[str, np.ndarray]]) -> dict[str, float]:
-    """The value at which the colours of each of `NUMBERS` end.
+    """{name in `NUMBERS`: value at which its colours end}. `numbers` has this attribute of several `Rollouts`.
 
-    The value is 1, 2 or 5 times a power of ten, and at least as large as 95 % of the absolute numbers.
+    The value is 1, 2 or 5 times a power of ten, and at least as large as 95 % of the absolute numbers; 1 without any.
     """
     found = {}
     for name in NUMBERS:

@@ -1,6 +1,6 @@
 """Reads the folders of runs, and computes scores and costs from the metrics of a run.
 
-A run may still write its files. A killed run may have left a file that ends in the middle of a line.
+A run may still be writing the files. A file of a killed run may end in the middle of a line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LARGEST = 1e30  # the largest absolute value of a metric
 
 
 class Line(NamedTuple):
-    """A line of a JSON-lines file: its object, and its bytes without the line break."""
+    """A line of a JSON-lines file: the JSON object `record`, and the line's bytes `content` without the line break."""
 
     record: dict[str, Any]
     content: bytes
@@ -40,13 +40,13 @@ class Line(NamedTuple):
 def read_lines(path: Path) -> tuple[list[Line], bytes]:
     """The lines of a JSON-lines file, and the bytes of a last line that a kill or a full disk cut short, else b"".
 
-    A missing file gives ([], b""). A last object without its line break is a whole line.
+    A last line that is a JSON object is whole, even without its line break. A missing file gives ([], b"").
 
-    Raises:
-      ValueError: a line before the last is no JSON object (the message has file and line number), or the file has more
-        than 1 GiB.
-      OSError: the path cannot be read, for instance a folder.
+    Raises ValueError if `path` is a folder or has more than 1 GiB, or if another line is no JSON object: then the
+    message has the file and the number of the line.
     """
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder and not a file of JSON lines: move it away")
     try:
         *complete, last = read_bytes(path, _MOST_BYTES).split(b"\n") if path.exists() else [b""]
     except ValueError as error:
@@ -69,17 +69,19 @@ def _record(path: Path, number: int, content: bytes) -> dict[str, Any]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file that a run may still be writing; none if the file does not exist.
+    """The objects of a JSON-lines file, without a last line that was cut short; [] if there is no file.
 
-    Raises ValueError as `read_lines` does.
+    Raises ValueError if `path` is a folder or has more than 1 GiB, or if another line is no JSON object.
     """
     return [line.record for line in read_lines(path)[0]]
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Reads one record for each step, in order. A resumed run can repeat a step: the later record counts.
+    """The records {"step": step, metric: value} of `run_dir`/metrics.jsonl, sorted by step; [] without this file.
 
-    Raises ValueError as `read_lines` does, and for a step or a metric that a run cannot have written.
+    A resumed run can log a step again: its later record counts. Objects without "step" and a last line that was cut
+    short are left out. Raises ValueError, which names the file, if it is a folder or has more than 1 GiB, or if another
+    line is no JSON object, or has a step outside 0 … 10¹², or a metric that is no number up to 1e30, no bool, no null.
     """
     by_step = {}
     for record in read_jsonl(run_dir / "metrics.jsonl"):
@@ -99,12 +101,12 @@ def _is_metric(key: str, value: Any) -> bool:
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """Reads the resolved config as nested dicts; {} if the run ended before it wrote its config."""
+    """The config in `run_dir`/config.json as nested dicts; {} without this file. Raises ValueError if it is damaged."""
     return read_if_there(run_dir / "config.json")
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A flat dict of nested dicts. A key is the dotted name, such as "model.size"."""
+    """The values of nested dicts as one dict. A key is `prefix` and a dotted name, such as "model.size"."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
@@ -112,7 +114,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def series(records: Iterable[Record], key: str) -> tuple[list[int], list[float]]:
-    """The steps at which a metric is a finite number, and the values of the metric at these steps."""
+    """(steps, values) of the records in which the metric `key` is a finite number, in order. A bool is no number."""
     numbers = (record for record in records if isinstance(record.get(key), int | float))
     points = [(r["step"], r[key]) for r in numbers if not isinstance(r[key], bool) and math.isfinite(r[key])]
     return [step for step, _ in points], [float(value) for _, value in points]
@@ -120,18 +122,18 @@ def series(records: Iterable[Record], key: str) -> tuple[list[int], list[float]]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run, read from its folder or from the kept numbers of a table.
+    """One run, read from its folder or from the numbers that are kept of a table of runs.
 
     Attributes:
-      name: the name of its folder.
+      name: the name of the run's folder.
       seed: the seed of the run; None if the run has not written its config.
-      config: the resolved config, keyed by dotted names.
-      records: one record for each step, in order. The record of step 0 has only evaluations.
-      folder: None if the run was read from kept numbers.
+      config: {dotted name: value} of the resolved config; {} if the run has not written its config.
+      records: {"step": step, metric: value} for each step, sorted by step. The record of step 0 has only evaluations.
+      folder: the run's folder; None if the run was read from kept numbers.
       row: the row of a table that the run belongs to; "" outside of tables.
-      versions: commit, packages, Python and devices; {} if the run ended before it wrote them.
+      versions: what `versions.json` holds: commit, packages, Python, devices; {} if the run has not written this file.
       start: checksum of the weights before the first step; "" if unknown.
-      problems: {set: digest of its problems} of the held-out sets; {} if unknown.
+      problems: {held-out set: digest of its problems}; {} if unknown.
       parent: the run and the step from which the run began, as "runs/A@100"; "" for a run that began anew.
     """
 
@@ -148,7 +150,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path, row: str = "") -> Run:
-        """Reads the folder of a run, of a table's row `row`. Files that are not yet written leave attributes empty."""
+        """Reads the folder of a run. Files that are missing leave attributes empty; damaged ones raise ValueError."""
         config = flat(read_config(folder))
         versions, inputs = read_if_there(folder / "versions.json"), read_if_there(folder / INPUTS)
         start, parent = (str(inputs.get(name, "")) for name in (START, PARENT))
@@ -159,26 +161,25 @@ class Run:
 
     @property
     def begun(self) -> int:
-        """The step before the first step: 0, or the step of the parent."""
+        """The step before the first trained step: 0, or the step in `parent`, from which a branch began."""
         step = self.parent.rpartition("@")[2]
         return int(step) if step.isdecimal() and len(step) < 13 else 0
 
     @property
     def trained(self) -> list[Record]:
-        """The records of the steps that trained."""
+        """The records of the steps after `begun`: the steps that trained, without an evaluation before them."""
         return [record for record in self.records if record["step"] > self.begun]
 
     @property
     def ended(self) -> bool:
-        """Whether all steps are done."""
+        """Whether the last record is of the last step that the config asks for, `train.steps`."""
         return bool(self.records) and self.records[-1]["step"] == self.config.get("train.steps")
 
     @functools.cached_property
     def evaluations(self) -> dict[str, list[dict[str, Any]]]:
-        """The evaluations of each held-out set in the order of steps, from the metrics `eval/<set>/<score>`.
+        """{held-out set: [{"step": step, score: value} for each evaluation, in the order of steps]}.
 
-        Returns:
-          {set: [{step, k, mean_at_k, pass_at_k, maj_at_k, …}]}.
+        The scores are mean_at_k, pass_at_k, maj_at_k, k, …; in `records` they are the metrics `eval/<set>/<score>`.
         """
         found: dict[str, list[dict[str, Any]]] = {}
         for record in self.records:
@@ -193,10 +194,10 @@ class Run:
         return found
 
     def scores(self, until: int | None = None) -> Scores:
-        """The scores of each set by the evaluations up to the step `until` (default: all).
+        """{held-out set: {"last", "best", "pass", "step": value}} by the evaluations up to step `until` (None: all).
 
-        `last` is Mean@k of the last evaluation, `pass` is its pass@k, and `step` is its step. `best` is the largest
-        Mean@k, as the paper defines Best.
+        `last` is Mean@k of the last evaluation, in [0, 1], `pass` is its pass@k, and `step` is its step. `best` is the
+        largest Mean@k, as the paper defines Best. A set without such an evaluation is missing.
         """
         scores = {}
         for name, records in self.evaluations.items():
@@ -207,7 +208,7 @@ class Run:
         return scores
 
     def late(self, metric: str, until: int | None = None) -> float:
-        """Mean of a metric over the last third of the steps up to `until` that have it; nan without a value."""
+        """Mean of a metric over the last third of trained steps to `until` (None: all) that have it; nan if none."""
         values = series((r for r in self.trained if until is None or r["step"] <= until), metric)[1]
         third = values[-max(1, len(values) // 3) :]
         return sum(third) / len(third) if third else math.nan
@@ -216,11 +217,10 @@ class Run:
     def costs(self) -> dict[str, dict[int, float]]:
         """{axis: {step: cost from the start of the run to the end of the step}}, from step 0, which costs nothing.
 
-        The axes are steps, updates, completions generated (with those that dynamic sampling drops), and seconds in
-        steps, without evaluations and checkpoints. An axis is left out if a step does not record it.
-
-        The seconds of a step that compiled are replaced by the median of the other steps: compiled programs may be
-        of an earlier run, or compilation may have begun before the step.
+        The axes are "steps", "updates", "completions" (generated, with those that dynamic sampling drops), and
+        "seconds" in steps, without evaluations and checkpoints. An axis is missing if a step does not record it. The
+        seconds of a step that compiled are replaced by the median of the other steps: compiled programs may be of an
+        earlier run, or compilation may have begun before the step.
         """
         records = self.trained
         steps = [record["step"] for record in records]
@@ -238,11 +238,11 @@ class Run:
         return {axis: {0: 0.0, **dict(zip(steps, spent, strict=True))} for axis, spent in found.items()}
 
     def spent(self, axis: str, step: int | None = None) -> float:
-        """The cost on an axis of `costs` to the end of `step` (default: the last), or of the step before it."""
+        """The cost on an axis of `costs` to the end of `step`, or of the last recorded step before it; None: of all."""
         steps = list(self.costs[axis])
         return self.costs[axis][steps[-1 if step is None else bisect.bisect(steps, step) - 1]]
 
     def last_step_within(self, axis: str, amount: float) -> int:
-        """The last step by which the run has spent no more than `amount`."""
+        """The last step at whose end the run has spent at most `amount` on an axis of `costs`; 0 if there is none."""
         most = amount * (1 + 1e-9)  # sums of seconds round
         return max(step for step, cost in self.costs[axis].items() if cost <= most)

@@ -1,8 +1,11 @@
 """Scores of a model from k completions of each problem, with their uncertainty, and the tables of an evaluation.
 
 Problems are the units of sampling. The k completions of one problem are not k independent facts, so every standard
-error and interval here counts a problem, with all its completions, as one draw. There are P problems; problem p has n_p
-completions. A record of an evaluation is one completion.
+error and interval here counts a problem, with all its completions, as one draw.
+
+A record of an evaluation is a dict of one completion: prompt_id, reference (the right answer), verdict ("right", or
+another kind), answer (a text or None), reward, tokens (their number), finish_reason ("stop", or what cut it off), and
+turns of a conversation. The records of one problem stand together.
 """
 
 import itertools
@@ -19,24 +22,23 @@ from rpg_jax.rewards.verdicts import CHANCE
 
 
 def mean_at_k(correct: Sequence[ArrayLike]) -> np.ndarray:
-    """Accuracy of each problem, (1/n_p) Σ_i correct_pi: f64[P]. Its mean is Mean@k, the paper's headline number.
+    """Accuracy of each of P problems, (1/n_p) Σ_i correct_pi: f64[P]. Its mean is Mean@k, the paper's headline number.
 
     Args:
-      correct: P sequences of n_p verdicts, 1 or 0.
+      correct: P sequences, of a verdict, 1 or 0, for each of the n_p completions of problem p.
 
-    Raises ValueError if there is no problem, or a problem has no completions.
+    Raises ValueError if there is no problem, if a problem has no verdict, or if a verdict is not 0 or 1.
     """
     return np.array([np.mean(verdicts) for verdicts in _checked(correct)])
 
 
 def pass_at_k(correct: Sequence[ArrayLike], k: int) -> np.ndarray:
-    """Probability that at least one of k completions is correct: 1 - C(n - c, k) / C(n, k), f64[P].
+    """Probability that at least one of k completions is correct: 1 - C(n - c, k) / C(n, k) for each problem, f64[P].
 
     c of a problem's n completions are correct. The estimate is unbiased for any k <= n. Drawing k of the n with
-    replacement, or 1 - (1 - c/n)**k, would be biased.
+    replacement, or 1 - (1 - c/n)**k, would be biased. `correct` has, for each of P problems, the n verdicts 1 or 0.
 
-    Raises:
-      ValueError: k below 1 or above the completions of some problem.
+    Raises ValueError if k is not in [1, n] for some problem, if there is no problem, or if a verdict is not 0 or 1.
 
     Source: arXiv:2107.03374 eq. 1.
     """
@@ -58,9 +60,9 @@ def maj_at_k(answers: Sequence[Sequence[Hashable]], correct: Sequence[ArrayLike]
 
     Args:
       answers: P sequences of n_p answers or None. Normalise the answers first: only equal texts count as one answer.
-      correct: P sequences of n_p verdicts. If equal answers have different verdicts, their mean counts.
+      correct: P sequences of n_p verdicts, 1 or 0. If equal answers have different verdicts, their mean counts.
 
-    Raises ValueError if the shapes differ.
+    Raises ValueError if the shapes differ, if there is no problem, or if a verdict is not 0 or 1.
     """
     if len(answers) != len(correct):
         raise ValueError(f"got answers for {len(answers)} problems but verdicts for {len(correct)}")
@@ -73,7 +75,7 @@ def maj_at_k(answers: Sequence[Sequence[Hashable]], correct: Sequence[ArrayLike]
 
 
 def clustered_standard_error(by_problem: ArrayLike) -> float:
-    """Standard error of the mean over problems, sqrt(Σ_p (x_p - x̄)² / (P (P - 1))); nan for one problem.
+    """Standard error of the mean of the scores f64[P] of P problems, sqrt(Σ_p (x_p - x̄)² / (P (P - 1))); nan if P < 2.
 
     If all problems have equally many completions, this is the clustered standard error of arXiv:2411.00640, times
     sqrt(P/(P - 1)), the correction for few clusters.
@@ -83,7 +85,7 @@ def clustered_standard_error(by_problem: ArrayLike) -> float:
 
 
 def interval(by_problem: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    """The 95 % confidence interval of the mean score of all problems like these P: f64[...], f64[...], in [0, 1].
+    """(low, high) of the 95 % confidence interval of the mean score of all problems like these P, f64[...] in [0, 1].
 
     With the mean m and the sum of squares S = Σ_p (x_p − m)²,
       D = (S + 1) / (P m (1 − m) + 1), the variance between problems as a share of that of verdicts 0 and 1,
@@ -94,9 +96,8 @@ def interval(by_problem: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     4 in c. So the interval has a width even if all problems are right. The part outside [0, 1] is cut off, and the
     coverage stays the same.
 
-    Where k = 1, N = P and the interval holds Wilson's. It covers at least 94 %, by exact sums over 1 to 1000 problems
-    and means of 2 to 98 %; Wilson's covers 89 % where 4 % of 14 problems are right. For k > 1, and for pass@k, it
-    covers at least 93 %, by simulation over rates that differ between problems. The tests have both.
+    For k = 1, N = P and the interval holds Wilson's. It covers at least 94 %, by exact sums over 1 to 1000 problems and
+    means of 2 to 98 %; for k > 1 and for pass@k at least 93 %, by simulation. The tests have both.
 
     Args:
       by_problem: f64[..., P], scores in [0, 1].
@@ -123,9 +124,8 @@ def interval(by_problem: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
 def estimate(by_problem: ArrayLike) -> dict[str, float | None]:
     """A score in [0, 1] from the scores f64[P] of its problems, as JSON can hold it.
 
-    Returns:
-      value, the mean over problems; standard_error, clustered by problem, None for a single problem; low and high, the
-      ends of `interval`.
+    Returns {"value": the mean over problems, "standard_error": of this mean, None for a single problem, "low" and
+    "high": the ends of its 95 % interval}. Raises ValueError if there is no problem, or a score is outside [0, 1].
     """
     low, high = interval(by_problem)
     error = clustered_standard_error(by_problem)
@@ -134,7 +134,10 @@ def estimate(by_problem: ArrayLike) -> dict[str, float | None]:
 
 
 def length_statistics(lengths: ArrayLike, finish_reasons: Sequence[str]) -> dict[str, float]:
-    """Tokens of the completions (mean, median, 95 % quantile, longest), and the fraction of them that a limit ended."""
+    """{length_mean, length_median, length_q95, length_max} in tokens, and `truncated`, the share of reasons but "stop".
+
+    Raises ValueError if there is no length, or not one finish reason for each.
+    """
     lengths = np.asarray(lengths)
     if len(lengths) != len(finish_reasons) or len(lengths) == 0:
         raise ValueError(f"{len(lengths)} lengths and {len(finish_reasons)} finish reasons: give one of each, or more")
@@ -166,12 +169,12 @@ def _checked(correct: Sequence[ArrayLike]) -> list[np.ndarray]:
 
 
 def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The scores of one set, as JSON can hold them. The completions of a problem count in the order of the records.
+    """The scores of a held-out set from the records of its completions, as JSON can hold them.
 
-    The scores are Mean@k, unbiased pass@1, 2, 4, … k and maj@k. Each score has a standard error, clustered by problem,
-    and a 95 % interval (`interval`). Beside them: mean reward, lengths in tokens, verdicts by kind, and a row for each
-    problem. Where problems have different numbers of completions, pass@k goes up to the smallest number; Mean and maj
-    take all completions.
+    Returns {"scores": {"Mean@4": {value, standard_error, low, high}, …}, …}: Mean@k, unbiased pass@1, 2, 4, … k and
+    maj@k. Beside the scores are problems, completions, k (a list if problems differ), reward (the mean), lengths (in
+    tokens), verdicts (by kind), without_answer (a number), by_problem (a dict for each). If problems have different
+    numbers of completions, pass@k goes up to the smallest number; Mean and maj take all completions.
     """
     correct, answers, problems = _columns(records)
     counts = sorted({len(rows) for rows in problems})
@@ -180,14 +183,13 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     by_problem = {f"Mean@{label}": mean}
     by_problem |= {f"pass@{n}": pass_at_k(correct, n) for n in _powers_of_two(counts[0])}
     by_problem[f"maj@{label}"] = majority
-    lengths = [r["tokens"] for r in records]
     return {
         "problems": len(problems),
         "completions": len(records),
         "k": counts[0] if len(counts) == 1 else counts,
         "scores": {name: estimate(values) for name, values in by_problem.items()},
         "reward": float(np.mean([r["reward"] for r in records])),
-        "lengths": length_statistics(lengths, [r["finish_reason"] for r in records]),
+        "lengths": length_statistics([r["tokens"] for r in records], [r["finish_reason"] for r in records]),
         "verdicts": dict(sorted(Counter(r["verdict"] for r in records).items())),
         "without_answer": sum(a is None for given in answers for a in given),
         "by_problem": [
@@ -207,14 +209,15 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The metrics that training logs for a held-out set with k completions of each problem.
+    """The metrics that training logs for a held-out set, from the records of k completions of each problem.
 
-    Mean@k with its standard error over problems, pass@1, 2, 4, … k, maj@k, k, mean reward, mean tokens, the share of
-    completions that a limit ended, the number without a verdict, which count as wrong. For conversations also the mean
-    number of turns, and the share of conversations that a failure of the environment ended.
+    They are mean_at_k and its standard_error over problems, pass@1, 2, 4, … k, pass_at_k, maj_at_k, k, mean reward,
+    mean completion_length in tokens, the share truncated by a limit, and no_verdict, the number without a verdict,
+    which count as wrong. For conversations also the mean number of turns, and the share that the environment failed.
     """
     correct, answers, _ = _columns(records)
     mean, k = mean_at_k(correct), len(correct[0])
+    lengths = length_statistics([r["tokens"] for r in records], [r["finish_reason"] for r in records])
     return {f"pass@{n}": float(pass_at_k(correct, n).mean()) for n in _powers_of_two(k)} | {
         "mean_at_k": float(mean.mean()),
         "standard_error": clustered_standard_error(mean),
@@ -223,14 +226,14 @@ def metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "k": k,
         "no_verdict": sum(r["verdict"] in CHANCE for r in records),
         "reward": float(np.mean([r["reward"] for r in records])),
-        "completion_length": float(np.mean([r["tokens"] for r in records])),
-        "truncated": float(np.mean([r["finish_reason"] != "stop" for r in records])),
+        "completion_length": lengths["length_mean"],
+        "truncated": lengths["truncated"],
         **_of_conversations([r["turns"] for r in records if "turns" in r]),
     }
 
 
 def without_verdict(name: str, records: Sequence[Mapping[str, Any]]) -> str:
-    """A line that counts the records of the set `name` without a verdict; "" if every record has a verdict."""
+    """A line that counts the records of the set `name` without a verdict, by cause, as timeout; "" if all have one."""
     kinds = Counter(r["verdict"] for r in records if r["verdict"] in CHANCE)
     counted = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     said = (
@@ -249,7 +252,7 @@ def _of_conversations(played: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def one_row_a_set(by_set: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """The table that fits a screen: Mean@k of every set with its standard error; pass@k and maj@k if k > 1.
 
-    `by_set` has the result of `summarise` for each set. The header comes first.
+    `by_set` is {set: what `summarise` returns}. The result has the header, then a row of texts for each set.
     """
     labels = {next(iter(summary["scores"])).partition("@")[2] for summary in by_set.values()}
     label = labels.pop() if len(labels) == 1 else "k"
@@ -263,7 +266,7 @@ def one_row_a_set(by_set: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 
 
 def overview(by_set: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """The table of all sets, with a row for each score. The header comes first. With k = 1 all scores are the same."""
+    """The header, then a row of texts for each score of {set: what `summarise` returns}; one score a set if k = 1."""
     lines = [["set", "problems", "score", "value", "standard error", "95 % interval"]]
     for name, summary in by_set.items():
         for score, e in list(summary["scores"].items())[: 1 if summary["k"] == 1 else None]:
@@ -272,7 +275,10 @@ def overview(by_set: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 
 
 def markdown(title: str, settings: Mapping[str, Any], by_set: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page of an evaluation: all scores, then lengths, verdicts and every problem of each set."""
+    """The page of an evaluation in Markdown: all scores; lengths, verdicts and every problem of each set; `settings`.
+
+    `by_set` is {set: what `summarise` returns}. The page ends with a line break.
+    """
     head, *rows = overview(by_set)
     parts = [f"# {prose(title)}", markdown_table(head, [[prose(row[0]), *row[1:]] for row in rows])]
     for name, summary in by_set.items():

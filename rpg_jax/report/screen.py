@@ -13,23 +13,21 @@ from rich.segment import Segment
 
 # Control characters but tabs and line feeds; overrides of the writing direction, which show a text in another order.
 _HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-
-
 _NARROWEST = 40  # columns
 
 
 def plain(text: str) -> str:
-    """The text with its control characters as Python writes them: `\\x1b` for an escape."""
+    """The text with control characters (but tab, line feed) and direction overrides as Python writes them: `\\x1b`."""
     return _HARMFUL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def code(value: object) -> str:
-    """The value as inline code in Markdown. No part of the value is read as markup."""
+    """`str(value)` as inline code in Markdown, where nothing is read as markup. A backtick becomes an apostrophe."""
     return "`" + plain(str(value)).replace("`", "'") + "`"
 
 
 def prose(text: object) -> str:
-    """The text, escaped for Markdown: its markup, HTML and links are shown as plain text."""
+    """`str(text)` escaped for Markdown, so that its markup, HTML and links are shown as plain text."""
     return re.sub(r"([\\`*_\[\]<&~])", r"\\\1", plain(str(text)))
 
 
@@ -67,9 +65,10 @@ class _Plain(io.TextIOWrapper):
 
 
 def guard() -> None:
-    """Makes `print` and every other writer of this process show `plain` text, whatever the locale is.
+    """Replaces `sys.stdout` and `sys.stderr`, so that what this process prints is `plain` text without colours.
 
-    A character that the locale lacks is escaped too. Programs that show tables and bars take `console`.
+    A character that the locale's encoding lacks is escaped too. A second call changes nothing; nor does a call in a
+    notebook. Programs that show tables and bars take `console`.
     """
     for name in ("stdout", "stderr"):
         if type(stream := getattr(sys, name)) is io.TextIOWrapper:  # not in a notebook, nor under pytest
@@ -84,7 +83,7 @@ class _Console(Console):
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """A console of rich on `stream` or else on stdout, whose texts are `plain` and hold no markup."""
+    """A console of rich on `stream` (None: stdout), whose texts are `plain` and hold no markup; it may use colours."""
     stream = sys.stdout if stream is None else stream
     stream = stream.raw if isinstance(stream, _Plain) else stream  # its colours are the console's own
     made = _Console(file=stream, markup=False, emoji=False, highlight=False)

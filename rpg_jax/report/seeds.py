@@ -1,4 +1,4 @@
-"""Means over seeds, their intervals, and paired differences."""
+"""Means over seeds with 95 % intervals, differences that are paired by seed, and ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SEEDS_TO_RANK = 3  # with two seeds the 95 % interval is 12.7 standard errors to
 
 @dataclasses.dataclass(frozen=True)
 class Mean:
-    """A mean over seeds with its 95 % confidence interval, value ± half; half is nan for one seed."""
+    """A mean over `seeds` seeds with its 95 % confidence interval, `value` ± `half`; `half` is nan for one seed."""
 
     value: float
     half: float
@@ -26,19 +26,22 @@ class Mean:
 
     @property
     def excludes_zero(self) -> bool:
+        """Whether 0 lies outside the interval. Always False for one seed."""
         return abs(self.value) > self.half
 
     def within(self, bound: float) -> bool:
-        """Whether the whole interval lies in ± `bound`: then the difference is at most `bound`. State `bound` before
-        the runs. An interval that merely contains 0 does not show that the difference is small."""
+        """Whether the whole interval lies in ± `bound`: then the difference is at most `bound`. False for one seed.
+
+        State `bound` before the runs. An interval that merely contains 0 does not show that a difference is small."""
         return abs(self.value) + self.half <= bound
 
     def times(self, factor: float) -> Mean:
+        """The mean and interval of the values times `factor`, which is positive."""
         return Mean(factor * self.value, factor * self.half, self.seeds)
 
 
 def mean(values: Sequence[float]) -> Mean:
-    """Mean and 95 % interval from Student's t with n - 1 degrees of freedom."""
+    """The mean of n ≥ 1 values, one for each seed, with its interval from Student's t with n − 1 degrees of freedom."""
     from scipy import stats
 
     x = np.asarray(values, np.float64)
@@ -49,7 +52,7 @@ def mean(values: Sequence[float]) -> Mean:
 
 
 def paired_difference(row: Mapping[int, float], baseline: Mapping[int, float]) -> Mean:
-    """Mean of (row − baseline) over the seeds that both have, with the interval of the differences.
+    """The mean of row − baseline, each {seed: value}, over the seeds that both have, and the differences' interval.
 
     Raises ValueError if the two have no seed in common.
     """
@@ -60,24 +63,25 @@ def paired_difference(row: Mapping[int, float], baseline: Mapping[int, float]) -
 
 
 def pooled(values: Mapping[str, Mapping[int, float]], rows: Sequence[str]) -> dict[int, float]:
-    """{seed: mean over `rows`} for the seeds that all rows have. The rows repeat the measurement of one algorithm."""
+    """{seed: mean over `rows`} of `values`, {row: {seed: value}}, for the seeds that all of these rows have."""
     seeds = sorted(set.intersection(*(set(values[row]) for row in rows)))
     return {seed: float(np.mean([values[row][seed] for row in rows])) for seed in seeds}
 
 
 def over_starts(values: Mapping[str, Mapping[int, float]], rows: Sequence[str], others: Sequence[str]) -> Mean:
-    """Mean of row − other over starts: `rows` and `others` have one row for each start, whose seeds are averaged first.
+    """The mean of row − other over starting weights: `rows` and `others` name one row for each start, in equal order.
 
-    Runs from one start are not independent, so each start counts as one draw.
+    Of each start, the differences in `values`, {row: {seed: value}}, are averaged over seeds first. Runs from one start
+    are not independent, so each start counts as one draw. Raises ValueError if two rows have no seed in common.
     """
     return mean([paired_difference(values[row], values[other]).value for row, other in zip(rows, others, strict=True)])
 
 
 def tally(differences: Sequence[Mean]) -> str:
-    """A sentence on differences: how many intervals exclude 0, how many would by chance, and the signs.
+    """A sentence: how many intervals exclude 0, how many would by chance (1 in 20), how many differences are negative.
 
-    Differences to one compared row share its runs, so their signs are not independent. A difference of one seed does
-    not count; "" if fewer than two differences count.
+    Differences to one row share its runs, so their signs are not independent. A difference of one seed does not count;
+    "" if fewer than two differences count.
     """
     known = [d for d in differences if d.seeds > 1]
     if len(known) < 2:
@@ -90,13 +94,13 @@ def tally(differences: Sequence[Mean]) -> str:
 
 
 def ranks(values: Sequence[float]) -> list[int]:
-    """1 for the largest value, 2 for the second largest; equal values (to 1e-9) share a rank."""
+    """The rank of each value: 1 for the largest, 2 for the second largest; values that are equal to 1e-9 share one."""
     distinct = sorted({round(v, 9) for v in values}, reverse=True)
     return [distinct.index(round(v, 9)) + 1 for v in values]
 
 
 def ranks_of(means: Sequence[Mean]) -> list[int]:
-    """The ranks of a column; none if there is nothing to compare, or if a mean is over fewer than three seeds."""
+    """The rank of each mean, 1 for the largest; [] if there are fewer than two, or one is over fewer than 3 seeds."""
     if len(means) < 2 or any(m.seeds < SEEDS_TO_RANK for m in means):
         return []
     return ranks([m.value for m in means])

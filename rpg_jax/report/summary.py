@@ -55,14 +55,14 @@ FILES = (
 
 
 def write_summary(run_dir: Path) -> Path:
-    """Writes `summary.md` of a run, finished or interrupted, and returns its path."""
+    """Writes `summary.md` into a run's folder and returns its path. Raises ValueError for a broken file of the run."""
     path = run_dir / "summary.md"
     write_atomically(path, summary_of(Run.read(run_dir)))
     return path
 
 
 def summary_of(run: Run) -> str:
-    """The text of `summary.md`."""
+    """The text of `summary.md`, in Markdown, of a run that was read from its folder."""
     assert run.folder is not None
     sections = [
         f"# {prose(run.name)}",
@@ -75,7 +75,7 @@ def summary_of(run: Run) -> str:
 
 
 def closing_message(run_dir: Path) -> str:
-    """The last lines that a run prints: its scores, and where to look."""
+    """The last lines that a run prints: its first and last scores, and the paths of its curves and summary, if any."""
     run, lines = Run.read(run_dir), []
     if losses := series(run.records, "held_out_nll")[1]:
         lines.append(f"held-out loss: {losses[0]:.3f} → {losses[-1]:.3f} nats per token")

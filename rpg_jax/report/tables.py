@@ -25,13 +25,14 @@ Json = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Runs that differ only in their seeds; the label distinguishes the config from the other configs."""
+    """Runs that differ only in their seeds, places and logs; `label` tells the config from the other configs."""
 
     label: str
     runs: Sequence[Run]
 
     @property
     def fields(self) -> Mapping[str, Any]:
+        """{dotted name: value} of the config of the first run."""
         return self.runs[0].config
 
 
@@ -39,26 +40,26 @@ def configs_of(runs: Sequence[Run]) -> list[Config]:
     """Groups runs by config, in the order given. A run without config.json is a config of its own."""
     by_fields: dict[str, list[Run]] = {}
     for run in runs:
-        counted = {k: v for k, v in run.config.items() if not is_aside(k)}
+        counted = {k: v for k, v in run.config.items() if not _is_aside(k)}
         by_fields.setdefault(json.dumps(counted or run.name, sort_keys=True), []).append(run)
     groups = list(by_fields.values())
     return [Config(_label(own[0], [g[0] for g in groups]), own) for own in groups]
 
 
-def is_aside(field: str) -> bool:
-    """Whether runs of one config may differ in a field. They may not differ in their parent."""
+def _is_aside(field: str) -> bool:
+    """Whether runs of one config may differ in a field. They may not differ in the run that they branched from."""
     return field.startswith(_ASIDE) and field != "run.start_from"
 
 
 def differences(configs: Sequence[Config]) -> list[Json]:
-    """Fields whose values differ between configs, with each config's value as text."""
-    names = dict.fromkeys(name for c in configs for name in c.fields if not is_aside(name))
+    """[{"field": name, "values": [its text in each config]}] of fields that differ, but for seed, place and logs."""
+    names = dict.fromkeys(name for c in configs for name in c.fields if not _is_aside(name))
     rows = [{"field": name, "values": [_text(c.fields.get(name)) for c in configs]} for name in sorted(names)]
     return [row for row in rows if len(set(row["values"])) > 1]
 
 
 def anchor(config: Config) -> str:
-    """The policy to which the KL of a config is measured, in words; "unknown" without a config."""
+    """The reference policy of a config's KL in words, as "the initial policy"; "unknown" without config.json."""
     rule = config.fields.get("reference.rule")
     return {
         None: "unknown",
@@ -75,7 +76,7 @@ def _label(run: Run, all_runs: Sequence[Run]) -> str:
     if method is None:
         return run.name
     rivals = [r.config for r in all_runs if r.config.get("method") == method]
-    names = sorted({k for r in rivals for k in r if not is_aside(k)})
+    names = sorted({k for r in rivals for k in r if not _is_aside(k)})
     fields = [k for k in names if any(r.get(k) != run.config.get(k) for r in rivals)]
     parts = [f"{k.rpartition('.')[2]} {_text(run.config.get(k))}" for k in fields[:SHOWN_FIELDS]]
     return ", ".join([str(method), *parts, *(["…"] if len(fields) > SHOWN_FIELDS else [])])
@@ -86,7 +87,10 @@ def _text(value: Any) -> str:
 
 
 def markdown_table(head: Sequence[object], rows: Iterable[Sequence[object]], *, numbers: Collection[int] = ()) -> str:
-    """Writes a table; the columns in `numbers` are aligned to the right. Escapes `|` and line breaks in cells."""
+    """A table in Markdown. The columns whose indices are in `numbers` are aligned to the right.
+
+    In the cells, shown by `str`, `|` is escaped and a line break becomes a blank; other markup stays.
+    """
     rule = ("--:" if column in numbers else "---" for column in range(len(head)))
     return "\n".join([_markdown_line(head), f"|{'|'.join(rule)}|", *map(_markdown_line, rows)])
 
@@ -98,19 +102,20 @@ def _markdown_line(cells: Sequence[object]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """The cost at which runs are compared: the cost of the whole of `run`, the cheapest run."""
+    """The cost at which runs are compared: `amount` steps, completions or seconds, all that the cheapest run spent."""
 
     axis: str
     amount: float
-    run: str
+    run: str  # the name of the cheapest run
 
     @property
     def text(self) -> str:
+        """The amount with its unit, as "1,024 completions" or "3 min 05 s"."""
         return duration(self.amount) if self.axis == "seconds" else f"{self.amount:,.0f} {self.axis}"
 
 
 def budgets(configs: Sequence[Config]) -> list[Budget]:
-    """One budget for each axis that every run records, in the order of `AXES`."""
+    """The cost of the cheapest run in steps, completions and seconds, but those that some run does not record."""
     runs = [run for config in configs for run in config.runs]
     found = []
     for axis in AXES:
@@ -121,22 +126,23 @@ def budgets(configs: Sequence[Config]) -> list[Budget]:
 
 
 def mean_costs(config: Config, axis: str) -> list[float]:
-    """The mean cost over runs up to the end of step 0, 1, 2, …, for the steps that all runs have reached."""
+    """The mean cost of a config's runs up to the end of step 0, 1, 2, …, for the steps that all runs have reached."""
     last = int(min(run.spent("steps") for run in config.runs))
     return [float(f"{_mean([run.spent(axis, step) for run in config.runs]):.6g}") for step in range(last + 1)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A config within a budget.
+    """The results of a config at the cost of a budget, by held-out set and quantity: "last", "best" or "pass".
 
     Attributes:
-      seeds: runs with an evaluation.
-      steps: the steps of the runs' last evaluations within the budget.
-      spent: {axis: the cost up to the last step within the budget, the mean over runs}.
+      seeds: the number of runs with an evaluation.
+      steps: the steps of the runs' last evaluations within the budget, sorted, each once.
+      spent: {axis that all runs record: cost up to the last step within the budget, the mean over runs}.
       scores: {(set, quantity): score in %}.
-      ranks: {(set, quantity): 1 for the best config of the column, 2 for the second}; see `seeds.ranks_of`.
-      differences: {set: Last minus Last of the first config in percentage points, paired by seed}.
+      ranks: {(set, quantity): 1 for the best config, 2 for the second, …}. A column has no ranks if a config in it has
+        fewer than three seeds, or if evaluations differ.
+      differences: {set: Last minus Last of the first config in percentage points, paired by seed}; {} in the first row.
       left_out: {set: why its difference is left out}.
       kl: KL to the reference in millinats per token, over the last third of the steps; None without this metric.
     """
@@ -152,7 +158,7 @@ class Row:
 
 
 def rows_within(configs: Sequence[Config], budget: Budget) -> list[Row]:
-    """One row for each config: its scores by the last evaluation within the budget, with 95 % intervals over seeds."""
+    """A row for each config, in order, of its runs up to the last step within the budget, with intervals over seeds."""
     cuts = [[(run, run.last_step_within(budget.axis, budget.amount)) for run in config.runs] for config in configs]
     scored = [[(run, s) for run, step in own if (s := run.scores(step))] for own in cuts]
     columns = dict.fromkeys((name, q) for own in scored for _, s in own for name in s for q in QUANTITIES)
@@ -163,18 +169,18 @@ def rows_within(configs: Sequence[Config], budget: Budget) -> list[Row]:
         column = {i: mean(own) for i, own in values.items() if own}
         for i, m in column.items():
             means[i][name, quantity] = m
-        comparable = not unlike([each for own in scored for each in own], name)
+        comparable = not _unlike([each for own in scored for each in own], name)
         for i, rank in zip(column, ranks_of(list(column.values())) if comparable else (), strict=False):
             ranked[i][name, quantity] = rank
     rows = []
     for i, own in enumerate(cuts):
         kls = [1000 * value for run, step in own if not math.isnan(value := run.late("kl", step))]
-        left_out = {name: why for name, _ in means[i] if i and (why := unlike([*scored[i], *scored[0]], name))}
+        left_out = {name: why for name, _ in means[i] if i and (why := _unlike([*scored[i], *scored[0]], name))}
         axes = [axis for axis in AXES if all(axis in run.costs for run, _ in own)]
         rows.append(
             Row(
                 seeds=len(scored[i]),
-                steps=sorted({max(int(x["step"]) for x in s.values()) for run, step in own if (s := run.scores(step))}),
+                steps=sorted({max(int(x["step"]) for x in s.values()) for _, s in scored[i]}),
                 spent={axis: _mean([run.spent(axis, step) for run, step in own]) for axis in axes},
                 scores=means[i],
                 ranks=ranked[i],
@@ -186,10 +192,10 @@ def rows_within(configs: Sequence[Config], budget: Budget) -> list[Row]:
     return rows
 
 
-Scored = Sequence[tuple[Run, Scores]]
+_Scored = Sequence[tuple[Run, Scores]]
 
 
-def unlike(scored: Scored, name: str) -> str:
+def _unlike(scored: _Scored, name: str) -> str:
     """Why the scores of the set `name` cannot be compared between these runs; "" if their evaluations are equal.
 
     Equal evaluations have the same problems, as many completions of each, and the same temperature. An evaluation
@@ -205,7 +211,7 @@ def unlike(scored: Scored, name: str) -> str:
     return "its problems differ" if len(digests) > 1 else ""
 
 
-def _differences(row: Scored, baseline: Scored, left_out: Collection[str]) -> dict[str, Mean]:
+def _differences(row: _Scored, baseline: _Scored, left_out: Collection[str]) -> dict[str, Mean]:
     """{set: difference in Last} of the rows' runs, without the sets that are left out."""
     found = {}
     for name in dict.fromkeys(name for _, scores in row for name in scores if name not in left_out):

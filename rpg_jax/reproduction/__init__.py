@@ -1,1 +1,1 @@
-"""The paper's comparisons, at a scale that a laptop can check."""
+"""Reproduces the paper's comparisons as tables of runs, at a scale that a laptop can check."""

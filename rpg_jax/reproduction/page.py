@@ -28,7 +28,7 @@ HEADS = {"last": "Last", "best": "Best", "pass": "pass@k"}
 def write_page(results: Results, folder: Path) -> Path:
     """Writes the page of a table, NAME.md, and its figures NAME*.png into `folder`; returns the path of the page.
 
-    NAME is `results.name`. Equal results give equal pages. Raises ValueError if no run has a score yet.
+    NAME is `results.name`. The folder is made. Equal results give equal pages. Raises ValueError if no run has a score.
     """
     scores: ScoresOfRows = {}
     for run in results.runs:
@@ -40,7 +40,7 @@ def write_page(results: Results, folder: Path) -> Path:
     equal = equal_cost(table, rows)
     parts = [f"# {table.title}", _origin(results)]
     parts += _changed_rows(results, TABLES[name].rows) if name in TABLES else []
-    parts += [_explanation(table, results, scores, unequal=bool(equal)), score_table(scores)]
+    parts += [_explanation(table, results, scores, unequal=bool(equal)), _score_table(scores)]
     parts += ["## Differences", *_differences(table, scores)]
     parts += ["## While training", *training_table(table, rows)]
     parts += ["## At equal updates, completions and seconds", *equal] if equal else []
@@ -128,7 +128,7 @@ def _marks(scores: ScoresOfRows) -> bool:
     return min(map(len, scores.values())) >= SEEDS_TO_RANK
 
 
-def score_table(scores: ScoresOfRows) -> str:
+def _score_table(scores: ScoresOfRows) -> str:
     """Last, Best and pass@k of each set with intervals.
 
     If there are enough seeds, the best value is bold and the second best is underlined.
@@ -161,7 +161,10 @@ def _differences(table: Table, scores: ScoresOfRows) -> list[str]:
 
 
 def paper_table(table: str) -> list[str]:
-    """A paragraph and a table: the published numbers. A Last above its Best, which is impossible, is flagged."""
+    """A paragraph and a table in Markdown: the numbers that paper_tables.json has under the name `table`.
+
+    A Last above its Best, which is impossible, is flagged. Raises KeyError for an unknown name.
+    """
     published = json.loads(PAPER.read_text(encoding="utf-8"))
     rows, flagged = [], False
     for row, by_set in published[table].items():
@@ -246,7 +249,7 @@ def _codes(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def code_name(versions: Mapping[str, Any]) -> str:
-    """The commit, whether it has uncommitted changes, and the version of JAX, as text."""
+    """A text of what a run's `versions.json` says: "commit 0123abc with uncommitted changes, jax 0.7.0"."""
     changed = " with uncommitted changes" if versions.get("uncommitted_changes") else ""
     packages = versions.get("packages", {})
     made_with = f", jax {packages['jax']}" if packages.get("jax") else ""

@@ -39,11 +39,11 @@ class Results:
 
     Attributes:
       name: the name of the table and of its files.
-      table: rows as they were run.
-      runs: in the order of the table's planned runs.
-      command, hardware: the command that made the runs, and the hardware that ran them.
-      extra: overrides of every run.
-      scan: the runs that chose the learning rates; None without such a scan.
+      table: the table with its rows as they were run.
+      runs: the runs with their metrics, in the order of the table's planned runs.
+      command, hardware: the command that made the runs, and the hardware that ran them, as texts.
+      extra: overrides of every run, as "--config.train.steps=20".
+      scan: the runs that chose the learning rates; None without such runs.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Results:
     scan: Results | None = None
 
     def rows(self) -> Rows:
-        """The runs that have taken a step."""
+        """{row: {seed: run}} of the runs that have taken a step, without those of the scan."""
         found: Rows = {}
         for run in self.runs:
             if run.trained:
@@ -63,14 +63,18 @@ class Results:
         return found
 
     def all_runs(self) -> list[Run]:
-        """The runs of the table and of its scan."""
+        """The runs of the table, then those of its scan."""
         return [*self.runs, *(self.scan.runs if self.scan else ())]
 
 
 def collect(
     planned: Sequence[PlannedRun], out: Path, columns: Sequence[str] = COLUMNS, *, evaluated: bool = True
 ) -> list[Run]:
-    """Reads `columns` of the planned runs that have started, and scores if `evaluated`; rounds numbers to `DIGITS`."""
+    """Reads the planned runs that have written a config from the folder `out`/runs, in the order of `planned`.
+
+    Their records keep the metrics `columns`, and the scores of held-out sets if `evaluated`, rounded to four
+    significant digits. Raises ValueError for a damaged file.
+    """
     runs, kept = [], ("step", *columns)
     for plan in planned:
         run = Run.read(out / "runs" / plan.name, plan.row)
@@ -93,27 +97,27 @@ def collect(
 
 
 def save(results: Results, path: Path) -> None:
-    """Writes the results as compressed JSON. Equal results are equal bytes."""
+    """Writes the results to `path` as compressed JSON, and makes its folder. Equal results are equal bytes."""
     text = json.dumps(_packed(results), separators=(",", ":"), ensure_ascii=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, gzip.compress(text.encode(), 9, mtime=0))
 
 
 def load(path: Path) -> Results:
-    """Reads the results that `save` wrote. Raises ValueError if there is no such file, or if the file is no results."""
+    """Reads the results that `save` wrote. Raises ValueError if there is no such file, or if it holds no results."""
     try:
         return _unpacked(json.loads(gzip.decompress(path.read_bytes())))
     except FileNotFoundError:
         raise ValueError(f"no data in {path}: make the table first, or give --from-data=PATH") from None
-    except (OSError, EOFError, KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # its bytes may be anybody's: gzip, zlib, JSON and what reads it each raise their own
         raise ValueError(f"{path} is not the data of a table: {error}") from error
 
 
 def check_kept(kept: Results, name: str, table: Table, extra: Sequence[str]) -> None:
-    """Refuses kept numbers that cannot stand on one page with runs of `table` and with the overrides `extra`.
+    """Refuses kept results that cannot stand on one page with runs of `table`, named `name`, with overrides `extra`.
 
-    Raises:
-      ValueError: the kept runs are of another table or have other overrides, or a row has other settings in `table`.
+    Raises ValueError if they are of a table with another name or config file, if their runs have other overrides than
+    `extra`, or if a row of both tables has other settings in `table`.
     """
     if (kept.name, kept.table.config) != (name, table.config):
         raise ValueError(f"the kept numbers are of {kept.name} ({kept.table.config}), not of {name} ({table.config})")
@@ -128,18 +132,16 @@ def check_kept(kept: Results, name: str, table: Table, extra: Sequence[str]) -> 
 
 
 def missing(planned: Sequence[PlannedRun], kept: Results | None) -> list[PlannedRun]:
-    """The planned runs that are not in `kept`, or that had not ended there."""
+    """The planned runs, in order, that are not in `kept` or had not ended there; all of them if `kept` is None."""
     ended = {(run.row, run.seed, run.name) for run in kept.runs if run.ended} if kept else set()
     return [plan for plan in planned if (plan.row, plan.seed, plan.name) not in ended]
 
 
 def merge(kept: Results, new: Results, order: Collection[str]) -> Results:
-    """The runs of `kept` and of `new` together. If both have the same run, the run of `new` counts.
+    """`new` with the rows and runs of `kept` too, seed by seed. If both have a row and seed, the run of `new` counts.
 
-    Args:
-      order: the order of the rows; rows that are not in `order` come last.
-
-    Raises ValueError if runs of `kept` and `new` started from different weights.
+    Rows stand in the order of the names in `order`; other rows come last. Raises ValueError if runs of one model, read
+    or warm-started, began with different weights.
     """
     _check_starts(kept, new)
     rows = {**kept.table.rows, **new.table.rows}

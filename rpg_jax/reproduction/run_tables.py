@@ -43,11 +43,11 @@ class TableOptions:
     Attributes:
       out: folder of the runs of all tables, and of a folder for each table.
       seeds: seeds of the reported runs.
-      jobs: runs at once.
-      extra: overrides of every run.
-      command: what the page names as its origin.
-      scan: whether a table's own scan chooses the learning rates; if not, rows have the config's rate.
-      kept: data of the same table, whose runs are not repeated and are on the page too.
+      jobs: the number of runs at once.
+      extra: overrides of every run, as "--config.train.steps=20".
+      command: the command that the page names as its origin.
+      scan: whether runs choose the learning rates, if the table has rates; if not, rows have the config's rate.
+      kept: NAME.json.gz of the same table, whose runs are on the page too and are not repeated; None: no such file.
     """
 
     out: Path
@@ -60,11 +60,12 @@ class TableOptions:
 
 
 def make_table(name: str, table: Table, options: TableOptions) -> tuple[Path, dict[str, Path]]:
-    """Runs a table; returns its page and the logs of the runs that failed.
+    """Trains the runs of a table that have not ended, and writes its page, figures and numbers into `options.out`/NAME.
 
-    Raises:
-      ValueError: a run would be refused, a reported seed is also one of the scan, the runs of `options.kept` do not fit
-        the others, or no run has a score.
+    Returns (the page, {"row, seed N": log} of the runs that failed) when all have ended. This process uses the CPU.
+
+    Raises ValueError if a run would be refused, a reported seed also chooses learning rates, another command is at work
+    in `options.out`, the runs of `options.kept` do not fit the others, or no run has a score.
     """
     jax.config.update("jax_platforms", "cpu")  # for this process: the accelerator belongs to the runs
     check_table(table, options.extra)
@@ -87,20 +88,18 @@ def make_table(name: str, table: Table, options: TableOptions) -> tuple[Path, di
 
 
 def page_from(data: Path, out: Path) -> Path:
-    """Writes the page and the figures of a table from its numbers, without a run; returns the page.
+    """Writes the page and figures of a table from the file `data` of its numbers into `out`/NAME; returns the page.
 
-    Raises ValueError if there are no numbers of this table.
+    Trains nothing. Raises ValueError if there is no such file, or if it holds no numbers of a table.
     """
     found = results.load(data)
     return page.write_page(found, out / found.name)
 
 
 def check_table(table: Table, extra: Sequence[str]) -> None:
-    """Refuses a table if a run of it, with the overrides `extra`, would be refused when it starts.
+    """Raises ValueError, which names the row, if a run of the table with the overrides `extra` would be refused.
 
-    Raises:
-      ValueError: an unknown field, a value that a field does not take, or fields that contradict each other.
-        The message names the row.
+    The reasons are an unknown field, a value that a field does not take, and fields that contradict each other.
     """
     known = config_files.fields()
     for row, overrides in table.rows.items():
@@ -116,7 +115,7 @@ def check_table(table: Table, extra: Sequence[str]) -> None:
 
 
 def quick_rows(table: Table) -> list[str]:
-    """The rows of a quick look: GRPO, DAPO and RPG-REINFORCE-URKL, or the baseline and the last two other rows."""
+    """For a quick look: GRPO, DAPO, RPG-REINFORCE-URKL; if one is missing, the baseline and the last two other rows."""
     if set(QUICK_ROWS) <= set(table.rows):
         return list(QUICK_ROWS)
     return [table.baseline, *[row for row in reversed(list(table.rows)) if row != table.baseline][:2]]
@@ -148,7 +147,7 @@ def _about(options: TableOptions) -> tuple[str, str, tuple[str, ...]]:
 
 
 def arguments(plan: PlannedRun, out: Path, extra: Sequence[str]) -> list[str]:
-    """The arguments of `rpg_jax.train` for a planned run; the same arguments resume the run."""
+    """The arguments of `rpg_jax.train` that train a planned run in `out`/runs. The same arguments resume the run."""
     return [
         *(f"--config={plan.config}", f"--config.seed={plan.seed}"),
         *(f"--config.run.dir={out / 'runs'}", f"--config.run.name={plan.name}"),
@@ -158,8 +157,8 @@ def arguments(plan: PlannedRun, out: Path, extra: Sequence[str]) -> list[str]:
     ]
 
 
-def progress_of(plan: PlannedRun, out: Path) -> tuple[int, bool]:
-    """(steps done, whether the run has ended)."""
+def _progress_of(plan: PlannedRun, out: Path) -> tuple[int, bool]:
+    """(steps done, whether the run has ended and written its summary)."""
     folder = out / "runs" / plan.name
     records = read_metrics(folder)
     steps = int(records[-1]["step"]) if records else 0
@@ -167,7 +166,7 @@ def progress_of(plan: PlannedRun, out: Path) -> tuple[int, bool]:
 
 
 def check_config(plan: PlannedRun, out: Path, extra: Sequence[str]) -> None:
-    """Raises ValueError, which names the fields, if the run of `plan` has another config than its file has today."""
+    """Raises ValueError, which names the fields, if the run of `plan` in `out` began with another config than now."""
     if there := read_config(out / "runs" / plan.name):
         config = config_files.load(plan.config, arguments(plan, out, extra)[1:]).config
         if differing := run_folder.differing(there, run_folder.as_json(resolve.with_method(config))):
@@ -178,10 +177,7 @@ def check_config(plan: PlannedRun, out: Path, extra: Sequence[str]) -> None:
 
 
 def check_overrides(out: Path, extra: Sequence[str]) -> None:
-    """Notes `extra`, the overrides of all runs in `out`.
-
-    Raises ValueError if the runs in `out` have other overrides; they do not belong to this table.
-    """
+    """Notes `extra`, the overrides of all runs in `out`, in a file there. Raises ValueError if the file has others."""
     note = out / "overrides.json"
     if note.exists() and (found := json.loads(note.read_text(encoding="utf-8"))) != list(extra):
         before, now = (shlex.join(overrides) or "no overrides" for overrides in (found, extra))
@@ -192,10 +188,10 @@ def check_overrides(out: Path, extra: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[int]:
-    """Locks `out` against a second command. A process that inherits the descriptor holds the lock too.
+    """Holds a lock on the file `out`/lock against a second command, and yields the file's descriptor.
 
-    Raises:
-      ValueError: another command, or a run that outlived its killed command, works in `out`.
+    A process that inherits the descriptor holds the lock too. Raises ValueError at once if another command, or a run
+    that outlived its killed command, works in `out`.
     """
     with (out / "lock").open("w") as file:
         try:
@@ -235,23 +231,22 @@ def train_runs(
     extra: Sequence[str] = (),
     on_progress: Callable[[int, int, list[str]], None] = lambda steps, ended, running: None,
 ) -> dict[str, Path]:
-    """Trains the planned runs that have not ended; returns {"row, seed": log} of runs that failed.
+    """Trains the planned runs that have not ended, `jobs` at once; returns {"row, seed N": log} of runs that failed.
 
     In a new folder the first run is alone, and makes the warm start and the compiled programs that all runs share. If
     the first run fails, no other run starts. Ctrl-C, SIGTERM and a closed terminal stop the runs after their steps in
-    progress; the same call continues them.
+    progress; the same call continues them. `on_progress` is called twice a second with the sum of the steps of all
+    runs, the number of ended runs, and the running ones as "row, seed N".
 
-    Raises:
-      ValueError: `out` has runs with other overrides than `extra`, or of another config than `planned`, or another
-        command is at work in it.
-      KeyboardInterrupt, SystemExit: a signal stopped the runs.
+    Raises ValueError if `out` has runs with other overrides than `extra`, or of another config than `planned`, or if
+    another command is at work in it; KeyboardInterrupt or SystemExit after a signal.
     """
     check_overrides(out, extra)
     with locked(out) as lock:
         (out / "logs").mkdir(parents=True, exist_ok=True)
         for plan in planned:
             check_config(plan, out, extra)
-        progress = {plan.name: progress_of(plan, out) for plan in planned}
+        progress = {plan.name: _progress_of(plan, out) for plan in planned}
         plans = {plan.name: plan for plan in planned if not progress[plan.name][1]}
         tasks = [
             Task(plan.name, WORK, arguments(plan, out, extra), out / "logs" / f"{plan.name}.log")
@@ -260,20 +255,20 @@ def train_runs(
         failed: dict[str, Path] = {}
 
         def on_tick(running: Sequence[Task]) -> None:
-            progress.update({task.name: progress_of(plans[task.name], out) for task in running})
+            progress.update({task.name: _progress_of(plans[task.name], out) for task in running})
             steps, ends = zip(*progress.values(), strict=True)
             on_progress(sum(steps), sum(ends), [str(plans[task.name]) for task in running])
 
         first_alone = not any((out / "warm_starts").glob("*"))
         for done in run_tasks(tasks, jobs=jobs, inherited=lock, first_alone=first_alone, on_tick=on_tick):
-            progress[done.task.name] = progress_of(plans[done.task.name], out)
+            progress[done.task.name] = _progress_of(plans[done.task.name], out)
             if done.code:
                 failed[str(plans[done.task.name])] = done.task.log
     return failed
 
 
 def train_in_worker(arguments: Sequence[str]) -> int:
-    """Trains one run in a worker process; returns the exit code of `rpg_jax.train`."""
+    """Trains one run by the command line `arguments`, which it notes in `sys.argv`; returns its exit code."""
     sys.argv = [str(Path(rpg_jax.__file__).parent / "train.py"), *arguments]  # noted in versions.json
     return train_command.main(arguments)
 
@@ -282,7 +277,7 @@ WORK = f"{__name__}:{train_in_worker.__name__}"
 
 
 def progress_bars() -> Progress:
-    """A description, a bar, the count, the time spent and the time left."""
+    """A display of rich, on stdout: for each task its description, a bar, the count, the time spent, the time left."""
     return Progress(
         *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
         TimeRemainingColumn(),
@@ -291,10 +286,8 @@ def progress_bars() -> Progress:
 
 
 def platform_name() -> str:
-    """`cpu`, `gpu` or `tpu`. Another process asks JAX: a process that opens a TPU keeps it from the runs.
-
-    Raises ValueError if JAX does not start.
-    """
+    """The backend that JAX finds in another process: "cpu", "gpu" or "tpu". Raises ValueError if JAX does not start."""
+    # A process that opens a TPU keeps the TPU from the runs.
     asked = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
     answer = subprocess.run(asked, capture_output=True, text=True, errors="replace")
     if answer.returncode:
@@ -303,10 +296,10 @@ def platform_name() -> str:
 
 
 def jobs_at_once(asked: int | None, backend: str) -> int:
-    """The number of runs at a time: `asked`, else 1 on a TPU, else one per core. Runs share a GPU's memory evenly.
+    """The number of runs at a time on the backend "cpu", "gpu" or "tpu": `asked`; for None 1 on a TPU, else one a core.
 
-    Raises:
-      ValueError: more than one run for a TPU, or fewer than one.
+    For several runs on a GPU it sets the environment variable by which each takes an equal part of the GPU's memory.
+    Raises ValueError if `asked` is below 1, or above 1 on a TPU.
     """
     if asked is not None and asked < 1:
         raise ValueError(f"--jobs={asked}: at least 1")

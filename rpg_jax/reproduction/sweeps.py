@@ -13,17 +13,17 @@ from rpg_jax.reproduction.tables import Table, crossed
 from rpg_jax.runs import config_files, run_names
 
 Values = Mapping[str, Any]  # {field: value}
-Accuracy = dict[
-    str, dict[str, dict[int, float]]
-]  # {row without swept values: {row of the sweep: {seed: accuracy in %}}}
+# {row without swept values: {row of the sweep: {seed: accuracy in %}}}
+Accuracy = dict[str, dict[str, dict[int, float]]]
 
 
 def sweep_table(config: str, methods: Sequence[str], sweeps: Sequence[str]) -> tuple[str, Table]:
-    """The name and the table of `sweeps`, each FIELD=VALUE,VALUE; without methods, the config's method counts.
+    """The name and the table of every combination of values: `methods`, and `sweeps`, each a FIELD=VALUE,VALUE.
 
-    Raises:
-      ValueError: an unknown field or method (with the nearest one), a value that the field does not take, a field or a
-        value that is given twice, a field that tells runs apart anyway.
+    `config` is the config file of every run; without methods, its method counts. The name begins with "sweep-".
+
+    Raises ValueError for a text of another form, an unknown field or method, a value that the field does not take, a
+    field or a value that is given twice, and for the seed and the fields `run.*`, which tell runs apart anyway.
     """
     fields: dict[str, list[Any]] = {}
     for text in sweeps:
@@ -52,7 +52,7 @@ def sweep_table(config: str, methods: Sequence[str], sweeps: Sequence[str]) -> t
     return "-".join(["sweep", Path(config.partition(":")[0]).stem, *swept]), table
 
 
-def late_accuracy(sweep: Results) -> Accuracy:
+def _late_accuracy(sweep: Results) -> Accuracy:
     """The late training accuracy of every run that has ended, in %."""
     found: Accuracy = {}
     for row, (group, _) in sweep.table.swept.items():
@@ -63,15 +63,15 @@ def late_accuracy(sweep: Results) -> Accuracy:
 
 
 def best(sweep: Results) -> dict[str, str]:
-    """The best row of the sweep for each row of the table before the sweep, as {row: row of the sweep}.
+    """{row without swept values: its best row of the sweep}.
 
     The rule: the highest mean, over the seeds, of the training accuracy over the last third of the steps; of equal
-    means, the first counts. A row of the sweep in which a run failed or diverged is never best. A group without any
-    other row is missing.
+    means, the first counts. A row of the sweep in which a run failed, did not end or diverged is never best. A row
+    without swept values is missing if no row of the sweep is left for it.
     """
     seeds = {run.seed for run in sweep.runs}
     chosen = {}
-    for group, by_row in late_accuracy(sweep).items():
+    for group, by_row in _late_accuracy(sweep).items():
         means = {
             row: sum(by_seed.values()) / len(by_seed)
             for row, by_seed in by_row.items()
@@ -83,21 +83,21 @@ def best(sweep: Results) -> dict[str, str]:
 
 
 def best_values(sweep: Results) -> dict[str, Values]:
-    """The best values of the swept fields for each row of the table before the sweep, as {row: {field: value}}."""
+    """{row without swept values: {swept field: value}}, with the values of the highest mean late training accuracy."""
     return {group: sweep.table.swept[row][1] for group, row in best(sweep).items()}
 
 
 def section(sweep: Results) -> list[str]:
-    """Paragraphs and a table: the accuracy of every row with every value. The chosen value has a ✓."""
+    """Paragraphs and a table in Markdown: the accuracy of every row with every value. The best value has a ✓."""
     chosen = best(sweep)
     combinations = list(dict.fromkeys(run_names.label(values) for _, values in sweep.table.swept.values()))
     lines = []
-    for group, by_row in late_accuracy(sweep).items():
+    for group, by_row in _late_accuracy(sweep).items():
         row = {run_names.label(sweep.table.swept[name][1]): name for name in by_row}
         cells = [_cell(by_row[row[label]], row[label] == chosen.get(group)) for label in combinations]
         lines.append([group or "all", *cells])
     seeds = sorted({run.seed for run in sweep.runs})
-    none = [group for group in late_accuracy(sweep) if group not in chosen]
+    none = [group for group in _late_accuracy(sweep) if group not in chosen]
     return [
         "A cell is the mean training accuracy over the last third of the steps, in %, over the seed"
         f"{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}, ± half of a 95 % interval.\n"

@@ -14,7 +14,7 @@ LEARNING_RATE = "optimizer.learning_rate"
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-    """One run of a table: a row and a seed."""
+    """One run of a table: its row and seed, its config file, and overrides as "--config.method=GRPO"."""
 
     row: str
     seed: int
@@ -36,7 +36,7 @@ class Table:
 
     Attributes:
       title: title of the page.
-      rows: name -> overrides of `config`, the method first.
+      rows: name -> overrides of `config`, as "--config.method=GRPO", the method first.
       baseline: the row that other rows are compared with.
       paper: where the paper has this comparison, and what differs here.
       config: the config file of every run.
@@ -45,8 +45,8 @@ class Table:
       pooled: name -> rows that are one algorithm to a thousandth of the gradient; their mean is compared too, since
         their differences from each other are noise.
       starts: name -> rows that differ in the weights they start from. Their differences are compared over starts too.
-      shown: the rows in figures with lines, if such figures have no room for all rows.
-      rates: learning rates to choose from for each row, by runs with `scan_seeds`. Empty: the config's rate.
+      shown: the rows in figures with lines, if these figures have no room for all rows.
+      rates: learning rates to choose from for each row, by runs with `scan_seeds`. Empty: all have the config's rate.
       scan_seeds: seeds of the runs that choose learning rates; no other run has these seeds.
       swept: of a sweep, row -> (the row without the swept values, {field: value}).
     """
@@ -66,11 +66,11 @@ class Table:
     swept: Mapping[str, tuple[str, Mapping[str, Any]]] = dataclasses.field(default_factory=dict)
 
     def compared_with(self, row: str) -> str:
-        """The row that `row` is compared with; `row` itself if there is no other row to compare with."""
+        """The row that `row` is compared with: its own in `baselines`, else `baseline`, which may be `row` itself."""
         return self.baselines.get(row, self.baseline)
 
     def named(self, text: str) -> list[str]:
-        """Splits a list of rows at its commas. The names of rows can have commas too."""
+        """Splits a list of rows at its commas. The names of rows can have commas too: the longest known name counts."""
         parts, names = [part.strip() for part in text.split(",")], []
         while parts:
             known = (n for n in range(len(parts), 0, -1) if ", ".join(parts[:n]) in self.rows)
@@ -79,21 +79,18 @@ class Table:
         return names
 
     def only(self, rows: Sequence[str]) -> "Table":
-        """The same table with some of its rows.
-
-        Raises ValueError for an unknown row; the message lists the known ones.
-        """
+        """The same table with these rows only, in this order. Raises ValueError for an unknown row."""
         for row in rows:
             if row not in self.rows:
                 raise ValueError(f"no row {row!r} in this table; there are {', '.join(self.rows)}")
         return dataclasses.replace(self, rows={row: self.rows[row] for row in rows})
 
     def planned_runs(self, seeds: Sequence[int]) -> list[PlannedRun]:
-        """Every run of the table, seed by seed. So an interrupted table has about equally many seeds of every row."""
+        """A run of each row with each seed, seed by seed. So an interrupted table has all rows with its first seeds."""
         return [PlannedRun(row, seed, self.config, tuple(self.rows[row])) for seed in seeds for row in self.rows]
 
     def with_settings(self, values: Mapping[str, Mapping[str, Any]]) -> "Table":
-        """The same table with the values {row: {field: value}} in its rows, and without rows that have no values."""
+        """The table of the rows in `values` only, {row: {field: value}}, with these values as further overrides."""
         rows = {
             row: (*self.rows[row], *(run_names.option(field, value) for field, value in own.items()))
             for row, own in values.items()
@@ -101,7 +98,7 @@ class Table:
         return dataclasses.replace(self, rows=rows)
 
     def scan(self) -> "Table":
-        """The table of each row at each of `rates`."""
+        """The table of each row at each of `rates`, whose runs choose the learning rates of the rows."""
         return crossed(
             self.rows,
             {LEARNING_RATE: list(self.rates)},
@@ -114,9 +111,10 @@ class Table:
 def crossed(
     rows: Mapping[str, Sequence[str]], fields: Mapping[str, Sequence[Any]], *, title: str, paper: str, config: str
 ) -> Table:
-    """The table of each row with every combination of the fields' values, row by row.
+    """The table of each row, {name: overrides}, with every combination of values, {field: values}, row by row.
 
     A new row is compared with the first combination of its row. The first combination is compared with the first row.
+    `swept` of the table has the row and the values of each new row.
     """
     combinations: list[dict[str, Any]] = [{}]
     for field, values in fields.items():

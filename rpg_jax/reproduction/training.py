@@ -17,10 +17,10 @@ UNEQUAL = 0.05  # share of a row's cost: a larger difference counts. One more ba
 
 
 def training_table(table: Table, rows: Rows) -> list[str]:
-    """Paragraphs and a table: metrics over the last third of the steps, and completions generated.
+    """Paragraphs and a table in Markdown: a row's metrics over the last third of its steps, and completions generated.
 
-    The difference in training accuracy to the compared row is paired by seed. Training accuracy averages many more
-    completions than held-out accuracy: it has far less noise.
+    `rows` is {row: {seed: run}}. The difference in training accuracy to the compared row is paired by seed. Training
+    accuracy averages many more completions than held-out accuracy: it has far less noise.
     """
     panels = [p for p in TABLE_PANELS if any(_late(by_seed, p.key, p.scale) != "–" for by_seed in rows.values())]
     heads = [*(f"{panel.title}, {panel.unit}" for panel in panels), "KL to the reference, millinats per token"]
@@ -31,7 +31,8 @@ def training_table(table: Table, rows: Rows) -> list[str]:
         texts = [_late(by_seed, panel.key, panel.scale) for panel in panels]
         generated = sum(run.spent("completions") for run in by_seed.values()) / len(by_seed)
         texts += [_reference(by_seed), f"{generated:,.0f}"]
-        lines.append([row, *texts, *difference(table, row, accuracy)])
+        gain = _difference(table, row, accuracy)
+        lines.append([row, *texts, *((_starred(gain), table.compared_with(row)) if gain else ("–", "–"))])
         if (explained := _late(by_seed, "explained_variance")) != "–":
             critics.append(
                 f"Critic of the row {row}: it explains {explained} of the variance of the returns; its mean value is "
@@ -53,19 +54,17 @@ def training_table(table: Table, rows: Rows) -> list[str]:
 
 
 def all_differences(table: Table, columns: Mapping[str, Mapping[str, Mapping[int, float]]]) -> list[str]:
-    """Paragraphs on the differences of {column: {row: {seed: points}}} to the compared rows: the tally of all columns,
-    and the mean of rows that are one algorithm."""
-    differences = []
-    for values in columns.values():
-        for row, by_seed in values.items():
-            others = values.get(table.compared_with(row), {})
-            if row != table.compared_with(row) and by_seed.keys() & others.keys():
-                differences.append(paired_difference(by_seed, others))
+    """Paragraphs on the differences to compared rows, paired by seed. `columns` is {column: {row: {seed: points}}}.
+
+    They count the intervals without 0, and give the mean of rows that are one algorithm (`table.pooled`) and the mean
+    over starts (`table.starts`). [] if there is nothing to say.
+    """
+    differences = [d for values in columns.values() for row in values if (d := _difference(table, row, values))]
     parts = [text] if (text := tally(differences)) else []
     for name, rows in table.pooled.items():
         if all({*rows, table.baseline} <= values.keys() for values in columns.values()):
             found = [
-                f"{column} {starred(paired_difference(pooled(values, rows), values[table.baseline]))}"
+                f"{column} {_starred(paired_difference(pooled(values, rows), values[table.baseline]))}"
                 for column, values in columns.items()
             ]
             parts.append(
@@ -75,7 +74,7 @@ def all_differences(table: Table, columns: Mapping[str, Mapping[str, Mapping[int
     for name, rows in table.starts.items():
         compared = [table.compared_with(row) for row in rows]
         if compared != list(rows) and all({*rows, *compared} <= values.keys() for values in columns.values()):
-            found = [f"{column} {starred(over_starts(v, rows, compared))}" for column, v in columns.items()]
+            found = [f"{column} {_starred(over_starts(v, rows, compared))}" for column, v in columns.items()]
             parts.append(f"Over {len(rows)} starts, each the mean of its seeds, {name}: {', '.join(found)}.")
     return parts
 
@@ -97,32 +96,34 @@ def _late(by_seed: Mapping[int, Run], metric: str, scale: float = 1) -> str:
     return "–" if math.isnan(sum(values)) else significant(mean(values))
 
 
-def difference(table: Table, row: str, values: Mapping[str, Mapping[int, float]]) -> tuple[str, str]:
-    """(difference, name of the compared row), as text: the row's `values` minus the compared row's, paired by seed."""
+def _difference(table: Table, row: str, values: Mapping[str, Mapping[int, float]]) -> Mean | None:
+    """The row's values minus the compared row's, paired by seed; None without another row or a common seed."""
     other = table.compared_with(row)
     mine, theirs = values.get(row, {}), values.get(other, {})
-    if row == other or not mine.keys() & theirs.keys():
-        return "–", "–"
-    return starred(paired_difference(mine, theirs)), other
+    return paired_difference(mine, theirs) if row != other and mine.keys() & theirs.keys() else None
 
 
 def difference_table(
     table: Table, rows: Iterable[str], columns: Mapping[str, Mapping[str, Mapping[int, float]]], corner: str = ""
 ) -> str:
-    """A table of the differences of {column: {row: {seed: points}}} to the compared rows, paired by seed."""
-    cells = {row: [difference(table, row, values)[0] for values in columns.values()] for row in rows}
-    lines = [[row, *own, table.compared_with(row)] for row, own in cells.items() if any(cell != "–" for cell in own)]
+    """A table in Markdown of differences to the compared rows, paired by seed, with 95 % intervals.
+
+    `columns` is {column: {row: {seed: points}}}. Those of `rows` with a difference appear, below the head `corner`.
+    """
+    found = {row: [_difference(table, row, values) for values in columns.values()] for row in rows}
+    shown = {row: own for row, own in found.items() if any(own)}
+    lines = [[row, *(_starred(d) if d else "–" for d in own), table.compared_with(row)] for row, own in shown.items()]
     return markdown_table([corner, *columns, "compared with"], lines, numbers=range(1, 1 + len(columns)))
 
 
-def starred(points: Mean) -> str:
+def _starred(points: Mean) -> str:
     """A difference in points, in italics if its interval excludes 0. Its digits do not depend on a sum's order."""
     text = f"{round(points.value, 9) + 0.0:+.1f}{points.margin}"
     return f"*{text}*" if points.excludes_zero else text
 
 
 def significant(m: Mean) -> str:
-    """A mean as text. Its decimals give the interval two digits. A mean that differs from 0 by rounding only is 0."""
+    """A mean as "12.3 ± 1.1", with two digits of the interval; without one, three digits; "0" if it rounds to 0."""
     if abs(m.value) < ROUNDING and not m.half >= ROUNDING:
         return "0"
     if not m.half > 1e-9 * abs(m.value):  # one seed, or equal numbers up to rounding
@@ -137,7 +138,7 @@ AXES = ("updates", "completions", "seconds")  # of `Run.costs`
 def equal_cost(table: Table, rows: Rows) -> list[str]:
     """Paragraphs, and a table of the differences in training accuracy at equal updates, completions and seconds.
 
-    Runs that have not ended are left out. Empty if the rows have equal costs.
+    `rows` is {row: {seed: run}}; runs that have not ended are left out. [] if the rows' costs differ by at most 5 %.
     """
     ended = {row: own for row, by_seed in rows.items() if (own := {s: run for s, run in by_seed.items() if run.ended})}
     totals = {axis: total for axis in AXES if (total := _totals(axis, ended))}

@@ -1,7 +1,7 @@
 """A pool of processes that carry out tasks one after another, each process on one core.
 
 A worker imports JAX once, and its tasks share compiled programs. A task that fails ends its worker, and the next task
-gets another. So a task is as alone as in a process of its own: a signal, the watchdog or an error ends no other task.
+gets another. So a task is as alone as in a process of its own: a signal, an exit or an error ends no other task.
 
 `python -m rpg_jax.reproduction.workers` is a worker. It reads a task a line from stdin, as JSON, and writes the result
 of the function as a line of JSON to stdout after each task that ended well. The first task that fails ends the worker,
@@ -34,9 +34,9 @@ _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A call of `function`, "module:name", with `argument`, which JSON can hold. All output goes to the file `log`.
+    """A call of `function`, "module:name", with `argument`, which JSON can hold. All output is added to the file `log`.
 
-    The function returns an exit code, or a list or a dict: the result of a task that ended well.
+    The function returns an exit code, or a list or a dict: the result of a task that ended well. `name` is for callers.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """A task that has ended: its exit code, and its result if the exit code is 0."""
+    """A task that has ended: its exit code, and what its function returned; None if the exit code is not 0."""
 
     task: Task
     code: int
@@ -55,15 +55,15 @@ class Done:
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """The number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Worker:
-    """A process that carries out tasks. It is bound to one core, if the platform can bind processes.
+    """A process that carries out tasks, one at a time. It starts with its first task, and anew after a failed task.
 
     Args:
-      place: index of the core among the cores that this process may use; None leaves the choice to the system.
+      place: index of its only core among the cores that this process may use; None binds it to no core.
       inherited: descriptors that the process inherits, for example of a lock.
     """
 
@@ -73,7 +73,7 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def give(self, task: Task) -> None:
-        """Starts a task."""
+        """Starts a task and returns at once. The task before must have ended, and `take` have returned it."""
         self.task = task
         if self._process is None or self._process.poll() is not None:
             self._process = self._start(task.log)
@@ -84,7 +84,7 @@ class Worker:
             self._process.stdin.flush()
 
     def take(self) -> Done | None:
-        """Returns `Done` once, after the task has ended; None before."""
+        """Returns `Done` once, after the task that was given has ended; None before. It does not wait for the end."""
         process, task = self._process, self.task
         assert process is not None and process.stdout is not None and task is not None
         code = process.poll()  # before the look: an answer that is written later is seen the next time
@@ -95,11 +95,12 @@ class Worker:
         return Done(task, 0, json.loads(answer)) if answer else Done(task, code or 1)
 
     def terminate(self) -> None:
-        """Sends the process a signal to end. A run in progress finishes its step and saves first."""
+        """Sends SIGTERM to the process, if there is one. A training run finishes its step and saves before it ends."""
         if self._process is not None:
             self._process.terminate()
 
     def wait(self) -> None:
+        """Blocks until the process, if there is one, has ended."""
         if self._process is not None:
             self._process.wait()
 
@@ -153,15 +154,16 @@ def run_tasks(
     first_alone: bool = False,
     on_tick: Callable[[Sequence[Task]], None] = lambda running: None,
 ) -> Iterator[Done]:
-    """Carries out tasks, `jobs` at a time, and yields each task when it has ended. Exhaust the iterator.
+    """Carries out tasks, `jobs` at a time, in processes of their own, and yields each task when it has ended.
+
+    The tasks run while the iterator is read, in the main thread; the processes end with the iterator.
 
     Args:
       inherited: the descriptor of a lock, which the workers hold too.
       first_alone: the first task runs alone, and no other starts if it fails.
-      on_tick: called with the tasks in progress, a few times a second.
+      on_tick: called with the tasks in progress, twice a second.
 
-    Raises:
-      KeyboardInterrupt, SystemExit: a signal came; the tasks in progress were ended.
+    Raises KeyboardInterrupt for SIGINT and SystemExit for SIGTERM or SIGHUP, after the tasks in progress were ended.
     """
     with _workers(jobs, [inherited]) as (workers, heard):
         waiting, alone = collections.deque(tasks), first_alone
@@ -180,7 +182,7 @@ def run_tasks(
 
 
 def main() -> int:
-    """Runs as a worker: carries out tasks from stdin until a task fails or stdin ends."""
+    """Runs as a worker: carries out tasks from stdin until one fails, and returns its exit code; 0 if stdin ends."""
     cli.prepare_process()
     answers = os.dup(1)
     for line in sys.stdin:

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from rpg_jax.report.run_files import Run, read_config, read_jsonl, read_metrics, series
+from rpg_jax.report.run_files import Run, read_config, read_jsonl, read_lines, read_metrics, series
 
 
 def write(path, *records, tail=""):
@@ -27,7 +27,14 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
         read_jsonl(path)
 
 
+def test_a_folder_in_place_of_a_file_is_named_in_one_line(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is a folder and not a file of JSON lines: move it away$"):
+        read_metrics(tmp_path)
+
+
 def test_a_missing_file_has_no_records(tmp_path):
+    assert read_lines(tmp_path / "metrics.jsonl") == ([], b"")
     assert read_metrics(tmp_path) == [] and read_config(tmp_path) == {}
 
 

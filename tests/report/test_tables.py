@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from rpg_jax.report import html_tables, tables
+from rpg_jax.report import page, tables
 from rpg_jax.report.run_files import Run
 from rpg_jax.report.tables import markdown_table
 
@@ -99,7 +99,7 @@ def test_evaluations_that_are_not_of_the_same_problems_have_no_difference_and_no
     a, b = rows = tables.rows_within(configs, budget)
     assert b.differences == {} and b.left_out == {"easy": why} and not a.left_out
     assert ("easy", "last") not in a.ranks | b.ranks and ("easy", "last") in b.scores
-    shown = html_tables.results_table(configs, rows, {"easy": 4}, budget)
+    shown = page.results_table(configs, rows, {"easy": 4}, budget)
     assert f"Δ of easy is left out, because {why}." in html.unescape(shown)
 
 
@@ -109,7 +109,7 @@ def test_a_branch_is_another_config_than_its_parent_and_is_named_with_it(leave):
     assert [r["step"] for r in branch.trained] == [3, 4, 5, 6] and len(tables.configs_of([parent, branch])) == 2
     assert branch.costs["completions"] == {0: 0, 3: 8, 4: 16, 5: 24, 6: 32}
     configs = tables.configs_of([parent, branch])
-    said = html_tables.notes(configs, tables.rows_within(configs, tables.budgets(configs)[0]))
+    said = page.notes(configs, tables.rows_within(configs, tables.budgets(configs)[0]))
     assert "b-0 was begun from runs/a@2" in said and "a-0 was begun" not in said
 
 
@@ -118,7 +118,7 @@ def test_no_row_is_the_best_below_three_seeds(leave):
     configs = tables.configs_of(runs)
     budget, rows = at("steps", runs)
     assert [row.ranks for row in rows] == [{}, {}]
-    text = html_tables.results_table(configs, rows, {"easy": 4}, budget) + html_tables.notes(configs, rows)
+    text = page.results_table(configs, rows, {"easy": 4}, budget) + page.notes(configs, rows)
     assert "<b>" not in text and "fewer than 3 seeds" in text
 
 
@@ -133,8 +133,8 @@ def test_kls_to_different_policies_carry_a_warning(leave):
     runs = [leave("a", 0), leave("b", 0, reference=every), leave("c", 0)]
     configs = tables.configs_of(runs)
     _, rows = at("steps", runs)
-    assert "a: to the initial policy; b: to the policy after every 16 updates" in html_tables.notes(configs, rows)
-    assert "anchors" not in html_tables.notes(configs[::2], rows[::2])
+    assert "a: to the initial policy; b: to the policy after every 16 updates" in page.notes(configs, rows)
+    assert "anchors" not in page.notes(configs[::2], rows[::2])
 
 
 def test_numbers_are_aligned_to_the_right_and_empty_cells_stay_cells():

@@ -96,9 +96,10 @@ def test_a_page_names_the_rows_of_each_commit(tmp_path, results, without_figures
 def test_data_that_are_missing_or_foreign_are_an_error_of_one_line(tmp_path, capsys):
     assert reproduce.main([f"--from-data={tmp_path / 'none.json.gz'}"]) == 2
     assert "none.json.gz: make the table first" in capsys.readouterr().err
-    (tmp_path / "bad").write_bytes(b"{}")
-    assert reproduce.main([f"--from-data={tmp_path / 'bad'}"]) == 2
-    assert "is not the data of a table" in capsys.readouterr().err
+    for content in (b"{}", gzip.compress(b"[1]"), gzip.compress(b'{"table": {"rows": [1]}}')):
+        (tmp_path / "bad").write_bytes(content)
+        assert reproduce.main([f"--from-data={tmp_path / 'bad'}"]) == 2
+        assert "is not the data of a table" in capsys.readouterr().err
     assert reproduce.main(["--table=small", "--from-data", "--seeds=3", "--", "--config.train.steps=3"]) == 2
     assert "leave out --seeds, --config.train.steps=3" in capsys.readouterr().err
 
