@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rpg_jax.models import DecoderConfig, KVCache
-from rpg_jax.rollout.sampling import completion_keys, sample
+from rpg_jax.rollout.decoding import completion_keys, sample
 from rpg_jax.types import Sampling
 
 MAX_STOP_TOKENS = 8
@@ -57,7 +57,7 @@ class SlotSampling:
         return cls(temperature, top_p, top_k, min_p, stop_tokens, limit)
 
     def draw(self, logits: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """A token per slot, i32[S], and its log-probability, f32[S]; see `sampling.sample`."""
+        """A token per slot, i32[S], and its log-probability, f32[S]; see `decoding.sample`."""
         return sample(logits, keys, self.temperature, self.top_p, self.top_k, self.min_p)
 
     def ends(self, tokens: jax.Array, emitted: jax.Array) -> jax.Array:

@@ -24,8 +24,7 @@ from rpg_jax import parallel
 from rpg_jax.models import DecoderConfig
 from rpg_jax.models.logical import constrain
 from rpg_jax.rollout.decode_state import DecodeResult, DecodeState, Extension, Extensions, Insertion, Insertions, Prefix
-from rpg_jax.rollout.decoding import Decoding, attention_bucket, prompt_bucket
-from rpg_jax.rollout.sampling import token_keys
+from rpg_jax.rollout.decoding import Decoding, attention_bucket, prompt_bucket, token_keys
 from rpg_jax.rollout.weights import Weights
 
 State = tuple[DecodeState, ...]

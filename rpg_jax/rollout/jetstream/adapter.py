@@ -1,9 +1,20 @@
-"""JetStream's Engine interface around `DecodeEngine`, and its results: floats packed into integer lanes.
+"""Imports JetStream 0.2.2 without TensorFlow, and puts JetStream's Engine interface around `DecodeEngine`.
+
+JetStream's wheel is installed without its dependencies, because its tokenizers need TensorFlow. So this module puts
+stubs of `seqio` and `tiktoken` into `sys.modules` if the two are absent. Token ids go in and out of our engine, so
+neither tokenizer is ever constructed. The import changes JetStream's modules in two places, and gives the root logger
+its level and handlers back. No other file changes JetStream: import `orchestrator`, `engine_api` and the rest from
+here. Without JetStream the import raises ModuleNotFoundError.
 
 JetStream carries integers from the device to a caller. So a result row has two lanes for each decode step: the bits of
 the log-probability, which are a negative integer, and the token.
 """
 
+import importlib.util
+import logging
+import sys
+import threading
+import types
 from typing import Any
 
 import jax
@@ -11,9 +22,78 @@ import numpy as np
 
 from rpg_jax.rollout.decode_state import DecodeResult, Prefix
 from rpg_jax.rollout.engine import DecodeEngine, State
-from rpg_jax.rollout.jetstream.compat import engine_api, tokenizer_pb2
+from rpg_jax.rollout.jetstream import INSTALL
 from rpg_jax.rollout.weights import Weights
 from rpg_jax.types import Sampling
+
+if importlib.util.find_spec("jetstream") is None:
+    raise ModuleNotFoundError(f"JetStream is not installed: {INSTALL}", name="jetstream")
+
+
+def _stub(package: str, submodule: str, **attributes) -> None:
+    if importlib.util.find_spec(package) is not None:
+        return
+    for name in (package, f"{package}.{submodule}"):
+        sys.modules[name] = types.ModuleType(name)
+    for name, value in attributes.items():
+        setattr(sys.modules[f"{package}.{submodule}"], name, value)
+
+
+def _tokenizer_absent(*_args, **_kwargs):
+    raise ImportError("this tokenizer needs seqio or tiktoken; the rollout engine brings its own tokenizer")
+
+
+_stub(
+    "seqio",
+    "vocabularies",
+    Vocabulary=type("Vocabulary", (), {}),
+    SentencePieceVocabulary=type("SentencePieceVocabulary", (), {"__init__": _tokenizer_absent}),
+)
+_stub("tiktoken", "load", load_tiktoken_bpe=_tokenizer_absent)
+
+_root = logging.getLogger()
+_level, _handlers = _root.level, list(_root.handlers)
+
+from jetstream.core import orchestrator  # noqa: E402
+from jetstream.core.metrics.prometheus import JetstreamMetricsCollector as JetstreamMetricsCollector  # noqa: E402
+from jetstream.core.proto import jetstream_pb2 as jetstream_pb2  # noqa: E402
+from jetstream.core.proto import jetstream_pb2_grpc as jetstream_pb2_grpc  # noqa: E402
+from jetstream.engine import engine_api as engine_api  # noqa: E402
+from jetstream.engine import token_utils  # noqa: E402
+from jetstream.engine import tokenizer_pb2 as tokenizer_pb2  # noqa: E402
+
+_root.handlers[:] = _handlers
+_root.setLevel(_level)
+
+# JetStream logs a record per request and decode step, at INFO on the root logger: a logger of its own can be silenced.
+logger = logging.getLogger("jetstream")
+logger.setLevel(logging.WARNING)
+orchestrator.logging = logger
+token_utils.logging = logger
+
+
+class GuardedThread(threading.Thread):
+    """A driver thread whose failure reaches `driver.on_fault` instead of killing the process.
+
+    JetStream's own thread sends SIGKILL to the process on any exception. Its detokenize thread is no daemon, so it
+    keeps an interpreter alive that did not stop its driver.
+    """
+
+    def __init__(self, *, target, name: str, daemon: bool = True):
+        super().__init__(target=target, name=name, daemon=True)
+        self._driver = target.func.__self__
+
+    def run(self):
+        try:
+            super().run()
+        except BaseException as fault:
+            self._driver.on_fault(self.name, fault)
+
+
+# The original deletes arrays that the completions of a prompt share (and calls `jax.tree_map`, which is gone).
+# Reference counts free them as well.
+orchestrator.delete_pytree = lambda tree: None
+orchestrator.JetThread = GuardedThread
 
 
 class TokenIds:

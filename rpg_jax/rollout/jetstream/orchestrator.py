@@ -17,8 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rpg_jax.rollout.engine import DecodeEngine
-from rpg_jax.rollout.jetstream.adapter import JetStreamEngine, packed, unpack
-from rpg_jax.rollout.jetstream.compat import JetstreamMetricsCollector, orchestrator
+from rpg_jax.rollout.jetstream.adapter import JetStreamEngine, JetstreamMetricsCollector, orchestrator, packed, unpack
 from rpg_jax.rollout.request import Request, Row
 from rpg_jax.rollout.rollout import Feedable
 from rpg_jax.rollout.schedule import Chunk, Finish, Schedule, Usage, completions_of, plan

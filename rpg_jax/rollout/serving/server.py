@@ -9,7 +9,7 @@ import grpc
 
 from rpg_jax.data.tokenizer import Codec
 from rpg_jax.rewards.callables import Background
-from rpg_jax.rollout.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc, orchestrator
+from rpg_jax.rollout.jetstream.adapter import jetstream_pb2, jetstream_pb2_grpc, orchestrator
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
 from rpg_jax.rollout.serving.access import STALL_SECONDS, Access, ApiKey
 from rpg_jax.rollout.serving.admission import Admission, Disk, Refused, count

@@ -17,7 +17,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from rpg_jax.rollout.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc
+from rpg_jax.rollout.jetstream.adapter import jetstream_pb2, jetstream_pb2_grpc
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
 from rpg_jax.rollout.servers.rollout import connect
 from rpg_jax.rollout.serving import server as serving
