@@ -1,10 +1,9 @@
 """Imports JetStream 0.2.2 without TensorFlow, and puts JetStream's Engine interface around `DecodeEngine`.
 
-JetStream's wheel is installed without its dependencies, because its tokenizers need TensorFlow. So this module puts
-stubs of `seqio` and `tiktoken` into `sys.modules` if the two are absent. Token ids go in and out of our engine, so
-neither tokenizer is ever constructed. The import changes JetStream's modules in two places, and gives the root logger
-its level and handlers back. No other file changes JetStream: import `orchestrator`, `engine_api` and the rest from
-here. Without JetStream the import raises ModuleNotFoundError.
+The wheel is installed without its dependencies, because its tokenizers need TensorFlow. So this module puts stubs of
+`seqio` and `tiktoken` into `sys.modules` if they are absent; neither tokenizer is ever constructed. The import replaces
+JetStream's logger, its class of threads and its function that deletes arrays. No other file changes JetStream: import
+`orchestrator`, `engine_api` and the rest from here. Without JetStream the import raises ModuleNotFoundError.
 
 JetStream carries integers from the device to a caller. So a result row has two lanes for each decode step: the bits of
 the log-probability, which are a negative integer, and the token.
@@ -73,10 +72,10 @@ token_utils.logging = logger
 
 
 class GuardedThread(threading.Thread):
-    """A driver thread whose failure reaches `driver.on_fault` instead of killing the process.
+    """A daemon thread that runs `target`, a `functools.partial` of a method of a `GuardedDriver`.
 
-    JetStream's own thread sends SIGKILL to the process on any exception. Its detokenize thread is no daemon, so it
-    keeps an interpreter alive that did not stop its driver.
+    An exception in the thread calls the driver's `on_fault(name, exception)`. JetStream's own class would send SIGKILL
+    to the process. `daemon` is ignored: without a daemon, an interpreter with a running driver would never end.
     """
 
     def __init__(self, *, target, name: str, daemon: bool = True):
@@ -97,7 +96,7 @@ orchestrator.JetThread = GuardedThread
 
 
 class TokenIds:
-    """A tokenizer for JetStream's interface. The engine takes and returns token ids, and stops on the device."""
+    """JetStream's interface of a tokenizer, without text and stop tokens: the engine itself ends completions."""
 
     stop_tokens: frozenset[int] = frozenset()
     bos_id, eos_id, pad_id = None, None, 0
@@ -113,57 +112,69 @@ class JetStreamEngine(engine_api.Engine):
         self.engine = engine
 
     def load_params(self, *_args, **_kwargs) -> Weights:
+        """The weights of the `DecodeEngine`. Nothing is loaded, and all arguments are ignored."""
         return self.engine.weights
 
     def init_decode_state(self, *_args, **_kwargs) -> State:
+        """Allocates the decode state in which all slots are free. All arguments are ignored."""
         return self.engine.init_decode_state()
 
     def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length) -> Prefix:
-        """Prefills right-padded prompts i32[P, T] of lengths i32[P], or one prompt i32[T]."""
+        """The `Prefix` of right-padded prompts i32[P, T], or of one prompt i32[T]. `true_length` counts no padding: it
+        is i32[P], or one number. Raises ValueError unless `existing_prefix` is None."""
         if existing_prefix is not None:
             raise ValueError("a prompt is prefilled in one piece: existing_prefix must be None")
         tokens = np.atleast_2d(np.asarray(padded_tokens, np.int32))
         return self.engine.prefill(tokens=tokens, lengths=np.atleast_1d(np.asarray(true_length, np.int32)))
 
     def insert(self, prefix: Prefix, decode_state: State, slot: int) -> State:
-        """Starts row 0 of the prefix in `slot`, with greedy decoding until the slot is full. The state is donated."""
+        """The decode state after row 0 of `prefix` was copied into `slot`, where greedy decoding then goes on until the
+        slot is full. The arrays of `decode_state` are donated: they must not be used again."""
         room = self.engine.decoding.capacity - prefix.cache.capacity
         greedy = Sampling(temperature=0.0, max_tokens=max(1, room))
         return self.engine.insert(prefix, decode_state, [(slot, 0, 0, (0, 0, 0, 0), greedy)])
 
     def generate(self, params, decode_state: State) -> tuple[State, engine_api.ResultTokens]:
-        """Draws up to K tokens per slot in one dispatch. The state is donated."""
+        """Draws up to `Decoding.steps_per_dispatch` tokens for each slot, and waits for them. Returns the new decode
+        state and the tokens as `packed` arranges them. The arrays of `decode_state` must not be used again."""
         decode_state, drawn = self.engine.generate(decode_state)
         return decode_state, packed(self.engine.fetch(drawn))
 
     def get_prefix_destination_sharding(self) -> Any:
+        """The sharding that replicates a prefix over the mesh; None without a mesh."""
         return None if self.mesh is None else jax.NamedSharding(self.mesh, jax.P())
 
     def get_tokenizer(self) -> tokenizer_pb2.TokenizerParameters:
+        """JetStream's description of a tokenizer, without a path: there is no file."""
         return tokenizer_pb2.TokenizerParameters(path="", extra_ids=0)
 
     def build_tokenizer(self, metadata: tokenizer_pb2.TokenizerParameters) -> TokenIds:
+        """A new `TokenIds`. `metadata` is ignored."""
         return TokenIds()
 
     @property
     def max_concurrent_decodes(self) -> int:
+        """The number of slots: the most completions that are decoded together."""
         return self.engine.decoding.slots
 
     @property
     def max_prefill_length(self) -> int:
+        """The most tokens of a prompt: the capacity of a slot."""
         return self.engine.decoding.capacity
 
     @property
     def mesh(self) -> jax.sharding.Mesh | None:
+        """The devices that decode; None for JAX's default device."""
         return self.engine.decoding.mesh
 
 
 def packed(drawn: DecodeResult) -> engine_api.ResultTokens:
-    """A fetched result in JetStream's form: lanes of tokens, lanes of validity, one lane of lengths.
+    """The tokens of a dispatch, on the host, in JetStream's form: an array i32[S, 4n + 3] for S slots and n steps.
 
-    JetStream ends a completion at the first invalid lane. After the lanes of the n steps comes one more lane, which is
-    valid while the slot goes on. So JetStream sees the end in the result that brings the last token. A slot that goes
-    on must have no invalid lane. A step in which such a slot drew no token has the token -1, which `unpack` leaves out.
+    A row has 2n + 1 lanes of tokens (those of `pack`, then a 0), as many lanes of validity, and one lane with the
+    number of the completion's tokens so far. JetStream ends a completion at the first invalid lane. The last lane is
+    valid while the slot goes on, so JetStream sees the end in the result that brings the last token. A slot that goes
+    on has no invalid lane: in a step without a token it has the token -1, which `unpack` leaves out.
     """
     slots, steps = drawn.tokens.shape
     lanes = 2 * steps + 1
@@ -182,12 +193,14 @@ def packed(drawn: DecodeResult) -> engine_api.ResultTokens:
 
 
 def pack(tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-    """The lanes i32[..., 2n] of n tokens. Lane 2i has the bits of log-probability i, and lane 2i + 1 has token i."""
+    """The lanes i32[..., 2n] of tokens i32[..., n] and their log-probabilities f32[..., n]: lane 2i has the bits of
+    log-probability i, and lane 2i + 1 has token i."""
     return np.stack([logprobs.view(np.int32), tokens], -1).reshape(*tokens.shape[:-1], -1)
 
 
 def unpack(lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens i32[n] and log-probabilities f32[n] of lanes i32[2m]; m - n pairs of lanes have no token."""
+    """Copies of the tokens i32[n] and log-probabilities f32[n] in the lanes i32[2m] of `pack`. A pair of lanes whose
+    token is negative has no token and is left out."""
     pairs = lanes.reshape(-1, 2)
     pairs = pairs[pairs[:, 1] >= 0]
     return pairs[:, 1].copy(), np.ascontiguousarray(pairs[:, 0]).view(np.float32)
