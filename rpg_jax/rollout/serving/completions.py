@@ -18,12 +18,12 @@ class CompletionRequest:
     """A request for completions, with its fields checked.
 
     Attributes:
-      prompts: i32[n] each.
+      prompts: token ids, i32[n] each.
       sampling: the sampling parameters of all completions.
-      draw: whether to draw completions. Without them, the answer scores the prompt.
+      draw: whether to draw completions. Otherwise the answer has the prompts' scores alone.
       n: completions of each prompt.
       seed: of the random numbers. None: every request has other random numbers.
-      stop: texts that end a completion. The completion ends before the text.
+      stop: texts that end a completion. The completion's text ends before the stop text.
       logprobs: how many of the most probable tokens are named beside each token; None: no log-probabilities.
       echo: whether the answer has the prompt.
       stream: whether the answer comes in pieces.
@@ -34,6 +34,9 @@ class CompletionRequest:
       counters: (seed, step, prompt_id, index) of a trainer's completion, in place of `seed`.
       drawn: of a trainer's completion, how many of the prompt's last tokens belong to it already, the observations
         between its turns included.
+
+    Raises ValueError if `counters` come with a seed or for several completions, if `drawn` comes without `counters` or
+    for a prompt that is not longer, or if a stream wants `logprobs` or `echo`.
     """
 
     prompts: list[np.ndarray]
@@ -62,10 +65,11 @@ class CompletionRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """The tokens that one dispatch adds to the choice `index`. The dispatch had weights of `version`.
+    """The tokens that one dispatch adds to a completion. The dispatch had weights of `version`.
 
-    The last piece has a finish_reason, "stop" or "length". `token_ids` may be ahead of `text`: `text` holds back an
-    incomplete character, and the beginning of a possible stop text.
+    Completion i of the prompt p has the `index` p · n + i. `token_ids` may be ahead of `text`: `text` holds back an
+    incomplete character, and the beginning of a possible stop text. `sampler_logprobs` are those of `token_ids`, in
+    nats. `finish_reason` is None; in the last piece it is "stop" or "length".
     """
 
     index: int
@@ -78,9 +82,11 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A whole completion, and the `versions` of the weights that drew it.
+    """A whole completion, and the `versions` of the weights that drew its tokens. The fields are those of `Piece`, and
+    `prompt` is i32[n].
 
-    `scores` are the scores of prompt and completion together; None if the request does not want them.
+    `scores` are of the tokens of prompt and completion together; None unless the request has `logprobs`. A request that
+    draws nothing has choices without tokens, whose `finish_reason` is "length".
     """
 
     index: int
@@ -94,7 +100,8 @@ class Choice:
 
 
 async def pieces(admission: Admission, asked: CompletionRequest) -> AsyncGenerator[Piece]:
-    """Yields the pieces of all choices as they come. Close the iterator to free their slots."""
+    """Yields the pieces of all completions as they are drawn: those of one completion in order, those of several mixed.
+    Close the iterator to free their slots. Raises RolloutError if the driver fails."""
     queue: asyncio.Queue[Piece | None] = asyncio.Queue()
 
     async def feed(index: int, counters: tuple[int, int, int, int]) -> None:
@@ -122,7 +129,7 @@ async def pieces(admission: Admission, asked: CompletionRequest) -> AsyncGenerat
 
 
 async def choices(admission: Admission, asked: CompletionRequest) -> list[Choice]:
-    """The whole answer, in the order of the prompts."""
+    """The whole answer, by prompt and by number in its group. Raises RolloutError if the driver or scoring fails."""
     made: list[list[Piece]] = [[] for _ in range(len(asked.prompts) * asked.n)]
     if asked.draw:
         async with contextlib.aclosing(pieces(admission, asked)) as all_pieces:
@@ -132,7 +139,8 @@ async def choices(admission: Admission, asked: CompletionRequest) -> list[Choice
 
 
 def usage(asked: CompletionRequest, tokens: int) -> dict[str, Any]:
-    """The field `usage` of OpenAI's answers: the numbers of prompt tokens and of sampled tokens."""
+    """The field `usage` of OpenAI's answers: {"prompt_tokens", "completion_tokens", "total_tokens"}. `tokens` is the
+    number of sampled tokens. The tokens of a prompt count once, however many completions it has."""
     read = sum(map(len, asked.prompts))
     return {"prompt_tokens": read, "completion_tokens": tokens, "total_tokens": read + tokens}
 
@@ -174,16 +182,14 @@ async def _joined(admission: Admission, asked: CompletionRequest, index: int, ow
 
 
 class StopText:
-    """Passes on a growing text until a stop text is complete.
-
-    It holds back what may be the beginning of a stop text.
-    """
+    """Passes on a growing text until one of the texts `stops` is complete, and holds back the beginning of one."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops, self._held = stops, ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Takes more text. Returns the text that is certain now, and whether a stop text has ended the completion."""
+        """Takes more text. Returns the text to pass on now, and whether a stop text has ended the completion. The text
+        then ends before the stop text that was complete first."""
         self._held += text
         found = [(place + len(stop), place) for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
@@ -196,7 +202,7 @@ class StopText:
         return certain, False
 
     def flush(self) -> str:
-        """Returns the text that was held back, for a completion that has ended without a stop text."""
+        """The text that was held back, for a completion that has ended without a stop text. A second call gives ""."""
         rest, self._held = self._held, ""
         return rest
 
