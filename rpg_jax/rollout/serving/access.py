@@ -29,11 +29,9 @@ _SHORTEST = 16
 
 
 class ApiKey:
-    """A secret that clients send as `Authorization: Bearer KEY`, in HTTP headers or gRPC metadata.
-
-    The attribute `header` is the text "Bearer KEY". Raises ValueError if `text`, the key, has fewer than 16 characters,
-    a space, or a character that is not visible ASCII.
-    """
+    """A secret that clients send as `Authorization: Bearer KEY`, in HTTP headers or gRPC metadata. The attribute
+    `header` is the text "Bearer KEY". Raises ValueError if `text`, the key, has fewer than 16 characters, a space, or a
+    character that is not visible ASCII."""
 
     def __init__(self, text: str):
         if len(text) < _SHORTEST or not all("!" <= letter <= "~" for letter in text):
@@ -47,10 +45,8 @@ class ApiKey:
     @classmethod
     def find(cls, file: str | None, environment: Mapping[str, str] = os.environ) -> Self | None:
         """The key in the file `file`; if `file` is None, the key in the variable RPG_JAX_API_KEY; None without both.
-
         White space at the ends of the text does not count. Raises ValueError if the file cannot be read, or if the text
-        is no key; the message names the file or the variable.
-        """
+        is no key; the message names the file or the variable."""
         if file is None and ENVIRONMENT not in environment:
             return None
         source = f"the environment variable {ENVIRONMENT}" if file is None else file
@@ -109,8 +105,8 @@ class Access:
             ) from error
 
     def grpc_credentials(self) -> grpc.ServerCredentials | None:
-        """TLS of a gRPC server; None without a certificate. Raises OSError if a file cannot be read. A file that is no
-        PEM raises nothing here: call `tls` before."""
+        """TLS of a gRPC server; None without a certificate. Raises OSError if a file cannot be read. Call `tls` before,
+        which checks what is in the files."""
         if self.certificate is None or self.private_key is None:
             return None
         return grpc.ssl_server_credentials([(Path(self.private_key).read_bytes(), Path(self.certificate).read_bytes())])
@@ -130,11 +126,8 @@ class Access:
 
 def pem_file(path: str | None, variable: str, environment: Mapping[str, str] = os.environ) -> str | None:
     """`path`; if it is None, the path of a new file with the PEM text of the environment variable `variable`; None if
-    the variable is missing too.
-
-    The file is in memory and ends with this process. So no private key stays on a disk. Raises ValueError if the system
-    has no files in memory, which only Linux has.
-    """
+    the variable is missing too. The new file is in memory and ends with this process, so no private key stays on a
+    disk. Raises ValueError if the system has no files in memory, which only Linux has."""
     if path is not None or variable not in environment:
         return path
     if not hasattr(os, "memfd_create"):
@@ -158,24 +151,20 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
-_ANYWHERE = "192.0.2.1", 9  # an address of RFC 5737 that nobody has; no packet goes there
 _UNSPECIFIED = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}
+_ANYWHERE = {"127.0.0.1": "192.0.2.1", "::1": "2001:db8::1"}  # nobody has these; no packet goes there
 
 
 def address_of(host: str, port: int, *, tls: bool) -> str:
-    """The URL http://HOST:PORT, with `tls` https://HOST:PORT, under which clients reach a server on `host`.
-
-    A `host` of "", 0.0.0.0, :: or [::] means all addresses of this machine. HOST is then the address from which this
-    machine sends packets to other machines, an IPv6 address for the last two; without a route, loopback. An IPv6 HOST
-    stands in brackets.
-    """
+    """The URL http://HOST:PORT, with `tls` https://HOST:PORT, under which clients reach a server on `host`. A `host` of
+    "", 0.0.0.0, :: or [::] means all addresses of this machine. HOST is then the address from which this machine sends
+    packets to others, by IPv6 for the last two; without a route, loopback. An IPv6 HOST stands in brackets."""
     if host in _UNSPECIFIED:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect(_ANYWHERE)
-                host = probe.getsockname()[0]
-            except OSError:  # no route to other machines
-                host = _UNSPECIFIED[host]
+        host = _UNSPECIFIED[host]
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:  # no route, or no IPv6
+            probe.connect((_ANYWHERE[host], 9))
+            host = probe.getsockname()[0]
     host = f"[{host}]" if ":" in host and not host.startswith("[") else host
     return f"{'https' if tls else 'http'}://{host}:{port}"
 
@@ -198,10 +187,8 @@ def file_of(folder: str, name: str | None, port: int) -> epath.Path:
 @contextlib.contextmanager
 def announce(file: epath.Path, address: str) -> Iterator[None]:
     """While the block runs, `file` has the line `address`. The file appears whole, and stays if the process is killed.
-
     At the end of the block the file is deleted, unless another server has written its own address there. Raises
-    StorageFailure if the file cannot be written or deleted, after several tries.
-    """
+    StorageFailure if the file cannot be written or deleted, after several tries."""
     errors.written(lambda: _write(file, address + "\n"), file, alone=True)
     try:
         yield
