@@ -171,9 +171,8 @@ class DecodeState:
     def empty(
         cls, config: DecoderConfig, slots: int, capacity: int, dtype, *, int8_kv: bool = False, unstacked: bool = False
     ) -> DecodeState:
-        """Allocates a state of `slots` free slots of `capacity` tokens each. Hidden states have `dtype`; keys and
-        values too, unless `int8_kv` keeps them in eight bits. With `unstacked`, each layer has its own arrays in the
-        cache."""
+        """Allocates a state of `slots` free slots of `capacity` tokens each, in `dtype`. `int8_kv`: the cache has eight
+        bits. `unstacked`: each layer has its own arrays in the cache."""
         return cls(
             cache=KVCache.empty(config, slots, capacity, dtype, int8=int8_kv, unstacked=unstacked),
             hidden=jnp.zeros((slots, config.embed_dim), dtype),
@@ -185,9 +184,8 @@ class DecodeState:
 
     @classmethod
     def logical_axes(cls, *, int8_kv: bool = False, layers: int = 0) -> DecodeState:
-        """A state with the logical axes of every array in its place: for each dimension a name, or None. `layers` is
-        the number of layers if each layer has its own arrays in the cache, else 0. `int8_kv`: the cache has eight
-        bits."""
+        """A state with the logical axes of every array in its place: for each dimension a name, or None. `layers`:
+        their number if each has its own arrays in the cache, else 0. `int8_kv`: the cache has eight bits."""
         slot: Any = ("slots",)
         row: Any = ("slots", None)
         sampling = SlotSampling(slot, slot, slot, slot, stop_tokens=row, limit=slot)

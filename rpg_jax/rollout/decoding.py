@@ -109,10 +109,8 @@ def power_of_two(n: int) -> int:
 
 
 def completion_keys(seed: jax.Array, step: jax.Array, prompt_id: jax.Array, index: jax.Array) -> jax.Array:
-    """Raw threefry keys u32[S, 2] of S completions, by fold_in over seed, `PURPOSE`, step, prompt_id and index.
-
-    Each argument is u32[S]; `index` is the completion's number in its group. `token_keys` folds in a token's position.
-    """
+    """Raw threefry keys u32[S, 2] of S completions, by fold_in over seed, `PURPOSE`, step, prompt_id and index. Each
+    argument is u32[S]; `index` is the completion's number in its group. `token_keys` folds in a token's position."""
 
     def chain(seed, *counters):
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), PURPOSE)
@@ -163,11 +161,9 @@ def sample(
 
 
 def _draw(logits: jax.Array, keys: jax.Array, greedy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Gumbel-max in two stages: a block of the vocabulary by its mass, then a token within it.
-
-    This is exact and takes about 2·√V random numbers a slot instead of V. At V = 151,936, V random numbers cost more
-    than the head's matrix product; the cost of 2·√V is too small to measure.
-    """
+    """Gumbel-max in two stages: a block of the vocabulary by its mass, then a token within it. This is exact and takes
+    about 2·√V random numbers a slot instead of V. At V = 151,936, V random numbers cost more than the head's matrix
+    product; the cost of 2·√V is too small to measure."""
     slots, vocabulary = logits.shape
     width = 1 << (max(vocabulary - 1, 1).bit_length() + 1) // 2
     blocks = -(-vocabulary // width)
@@ -190,11 +186,9 @@ def _draw(logits: jax.Array, keys: jax.Array, greedy: jax.Array) -> tuple[jax.Ar
 
 
 def _smallest_kept(logits: jax.Array, top_p: jax.Array, top_k: jax.Array, min_p: jax.Array) -> jax.Array:
-    """The threshold f32[S] of each slot's logits f32[S, V]: sampling keeps the logits at or above the threshold.
-
-    The threshold is the highest of three: top-k's, top-p's over the renormalised tokens of top-k, and min-p's, which
-    is the largest logit plus log(min_p). It is at most the largest logit, so sampling keeps a token.
-    """
+    """The threshold f32[S] of each slot's logits f32[S, V]: sampling keeps the logits at or above the threshold. The
+    threshold is the highest of three: top-k's, top-p's over the renormalised tokens of top-k, and min-p's, which is the
+    largest logit plus log(min_p). It is at most the largest logit, so sampling keeps a token."""
     order, vocabulary = _ordered(logits), logits.shape[-1]
     kept = jnp.where(top_k > 0, jnp.minimum(top_k, vocabulary), vocabulary)
     kth = _largest_reaching(order, jnp.ones_like(logits), kept)

@@ -30,9 +30,7 @@ from rpg_jax.types import Completion
 
 class LockstepRollout(Rollout):
     """The rollout that decodes in the thread that calls `generate`. Calls from several threads run one after the other.
-
-    `usage` has the work of all calls.
-    """
+    `usage` has the work of all calls."""
 
     split = Split.TOGETHER
 
@@ -66,9 +64,8 @@ class LockstepRollout(Rollout):
         return completions_of(request, groups, version)
 
     def stream(self, request: Request) -> Iterator[np.ndarray]:
-        """Yields the tokens i32[n] of the request's only completion, dispatch by dispatch. The next dispatch begins
-        when the caller asks for more; until the end, other calls wait. Raises ValueError if the request does not
-        fit."""
+        """Yields the tokens i32[n] of the request's only completion, dispatch by dispatch. A dispatch begins when the
+        caller asks for more; until the end, other calls wait. Raises ValueError if the request does not fit."""
         groups, chunks = plan(self.engine, request)
         [[row]], taken = groups, 0
         with self._busy:
@@ -168,7 +165,8 @@ def make_rollout(
     base: Base | None = None,
     merge: bool = False,
 ) -> Rollout:
-    """Makes a rollout in this process, with the trainer's `params` as version 0 of its weights.
+    """Makes a rollout in this process, with the trainer's `params` as version 0 of its weights. Raises ValueError if
+    the driver is unknown or remote, or if JetStream lacks a package that it needs.
 
     Args:
       driver: one of `LOCAL_DRIVERS`. If the driver needs a package that is not installed, lockstep takes over.
@@ -176,8 +174,6 @@ def make_rollout(
       decoding: the slots and devices, and the dtype and layout of the rollout's weights.
       base: the frozen weights if `params` are adapters; else None.
       merge: whether each sync computes the weights from `base` and the adapters. Otherwise a sync moves adapters only.
-
-    Raises ValueError if the driver is unknown or remote, or if JetStream lacks a package that it needs.
     """
     make = find_driver(driver).make
     if make is None:

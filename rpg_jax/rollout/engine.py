@@ -1,9 +1,8 @@
 """The engine of the local drivers: prefill, insert, generate and extend over a fixed set of slots.
 
-A slot is a place in the cache for one completion at a time. `prefill` computes a prompt's cache once. `insert` copies
-this cache into a slot, with the completion's key and sampling parameters. `generate` draws tokens until the slot's own
-stop rule holds. `extend` appends an environment's tokens; then the slot draws on. Slots never see each other, and keys
-never see slots.
+A slot holds one completion at a time. `prefill` computes a prompt's cache once. `insert` copies the cache into a slot,
+with the completion's key and sampling parameters. `generate` draws tokens until the slot's own stop rule holds.
+`extend` appends an environment's tokens; then the slot draws on. Slots never see each other, and keys never see slots.
 
 With n threads, slot s is slot s // n of thread s % n. Each thread has its own decode state and launches its own
 programs. On a CPU, XLA runs the programs of one thread one after the other, so more threads use more cores.
@@ -55,14 +54,12 @@ class DecodeEngine:
     """A model, its weights, and the compiled programs that decode with them. The caller owns the decode state.
 
     The state is donated to each method that returns a new state: the arrays of the old state must not be used again.
-    Each argument is an attribute of the same name.
+    The constructor raises ValueError if the mesh does not divide the slots or the heads.
 
     Args:
       config, graphdef: of the model; `nnx.merge(graphdef, params)` gives the module.
       weights: every dispatch reads the current params from this object.
       decoding: the number of slots, their capacity, and the devices.
-
-    Raises ValueError if the mesh does not divide the slots or the heads.
     """
 
     def __init__(self, config: DecoderConfig, graphdef: nnx.GraphDef, weights: Weights, decoding: Decoding):
@@ -89,8 +86,7 @@ class DecodeEngine:
             return self._programs.prefill(params, tokens, lengths)
 
     def insert(self, prefix: Prefix, state: State, rows: Sequence[Insertion]) -> State:
-        """Copies rows of `prefix` into the slots that `rows` names, and makes these slots active. Returns the new
-        state."""
+        """The new state, after the rows of `prefix` that `rows` names were copied into slots, which become active."""
         with self.weights.lock, self._scope():
             return tuple(
                 self._programs.insert(one, prefix, Insertions.of(share, self._places)) if share else one
@@ -109,18 +105,14 @@ class DecodeEngine:
     def generate(
         self, state: State, *, idle: int | None = None, attend_length: int | None = None
     ) -> tuple[State, Sequence[DecodeResult]]:
-        """Draws up to `decoding.steps_per_dispatch` tokens for each active slot, in one dispatch.
+        """Draws up to `decoding.steps_per_dispatch` tokens for each active slot, in one dispatch. Returns the new
+        state, and the result of each thread on its devices. `fetch` waits for the results, this call need not.
 
         Args:
-          state: is donated.
           idle: the dispatch ends as soon as so many slots have become idle, so that they can be refilled. With several
             threads, each thread ends once its share of `idle` is reached. None: the dispatch ends with the last slot.
           attend_length: the caller promises that at the end of the dispatch no prompt with its completion has more
             tokens. None stands for the capacity.
-
-        Returns:
-          The new state, and the result of each thread on its devices. The call does not wait for the results: `fetch`
-          does.
         """
         attend = self._attended(attend_length)
         with self.weights.pinned() as params:

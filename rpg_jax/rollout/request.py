@@ -40,12 +40,9 @@ class Responder(Protocol):
         ...
 
     def respond(self, place: int, index: int, tokens: np.ndarray, finish_reason: FinishReason) -> Future[Reply]:
-        """Asks for the reply to a turn, and returns its future at once.
-
-        The turn is the next one of completion `index` of the group at `place` in the request; its tokens are i32[n]. A
-        `finish_reason` "length" ends the conversation: the reply has no tokens. The future never raises: a failure of
-        the environment is a `Reply` with an `error`.
-        """
+        """Asks for the reply to a turn, and returns its future at once. The turn is the next one of completion `index`
+        of the group at `place` in the request; its tokens are i32[n]. A `finish_reason` "length" ends the conversation:
+        the reply has no tokens. The future never raises: a failure of the environment is a `Reply` with an `error`."""
         ...
 
 
@@ -70,9 +67,7 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Asks a rollout for `group_size` completions of each prompt, the prompt's group.
-
-    A place is the index of a prompt in `prompts`.
+    """Asks a rollout for `group_size` completions of each prompt. A place is the index of a prompt in `prompts`.
 
     Attributes:
       prompts: i32[n] token ids each, n >= 1.
@@ -151,8 +146,7 @@ class Request:
         return sorted(range(len(known)), key=lambda i: (-to_come[i], -len(self.prompts[i])))
 
     def start(self, place: int) -> Start:
-        """How the completions of the prompt at `place` begin. Without `starts`: a `Start` with the request's own
-        values."""
+        """How the completions of the prompt at `place` begin; without `starts`, with the request's own values."""
         return self.starts[place] if self.starts else Start(self.seed, self.step, self.sampling.max_tokens)
 
     def indices(self, place: int) -> Sequence[int]:
@@ -165,19 +159,10 @@ class Request:
         """New completions in the making, in the order of `indices(place)`; [] if `place` is in `done`."""
         if place in self.done:
             return []
-        start, prompt = self.start(place), self.prompts[place]
+        start, prompt, prompt_id = self.start(place), self.prompts[place], self.prompt_ids[place]
         sampling = dataclasses.replace(self.sampling, max_tokens=start.max_tokens)
-        return [
-            Row(
-                prompt,
-                (start.seed, start.step, self.prompt_ids[place], index),
-                sampling,
-                place,
-                start.drawn,
-                environment=self.environment,
-            )
-            for index in self.indices(place)
-        ]
+        origins = [(start.seed, start.step, prompt_id, index) for index in self.indices(place)]
+        return [Row(prompt, origin, sampling, place, start.drawn, self.environment) for origin in origins]
 
 
 @dataclasses.dataclass(eq=False, slots=True)

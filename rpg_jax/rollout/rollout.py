@@ -56,11 +56,9 @@ class Rollout(abc.ABC):
     logits differently: in float32 the tokens are still the same, unless two logits agree to seven digits; in bfloat16
     a completion may change where two tokens are almost equally probable.
 
-    A driver that cannot take new weights while it decodes overrides `sync_weights`.
-
     Attributes:
-      apart: completions are sampled in processes of their own. `generate`, `exchange` and a sync of staged weights then
-        launch no program here, so any thread may call them on any number of hosts.
+      apart: whether completions are sampled in other processes. `generate`, `exchange` and a sync of staged weights
+        then launch no program here, so any thread may call them on any number of hosts.
       split: how several hosts divide the prompts. Only a `Feedable` rollout can have TAKEN.
       engine: the `DecodeEngine` that decodes in this process; None where another program decodes.
     """
@@ -76,11 +74,9 @@ class Rollout(abc.ABC):
         return self.weights.stage(params)
 
     def sync_weights(self, params: Params | Staged, version: int) -> None:
-        """Makes `params` the rollout's weights from the next dispatch on; their completions have `version`.
-
-        If dtype and layout are the trainer's, nothing is copied. A trainer that donates these arrays must sync again
-        before the next `generate`.
-        """
+        """Makes `params` the rollout's weights from the next dispatch on; their completions have `version`. Drivers
+        that take no new weights while they decode wait. If dtype and layout are the trainer's, nothing is copied: a
+        trainer that donates these arrays must sync again before the next `generate`."""
         self.weights.sync(params, version)
 
     def verify_weights(self, params: Params | Staged) -> None:
@@ -96,11 +92,8 @@ class Rollout(abc.ABC):
 
         A prompt has [] if it is in `request.done`, or if another host took it. With a journal, only the groups that the
         journal lacks are sampled, and the journal keeps them. The completions are the same without a journal. If
-        `split` is not SHARE, all hosts call this together, with the same prompts.
-
-        Raises:
-          ValueError: a prompt or a sampling parameter does not fit.
-          RolloutError: sampling failed; its cause is the fault. The next call starts afresh.
+        `split` is not SHARE, all hosts call this together, with the same prompts. Raises ValueError if a prompt or a
+        sampling parameter does not fit; RolloutError if sampling fails, and then the next call starts afresh.
         """
         if journal is None:
             return self._sampled(request)
@@ -119,13 +112,11 @@ class Rollout(abc.ABC):
 
     @abc.abstractmethod
     def sample(self, request: Request) -> Groups:
-        """Samples the completions of each prompt, by this process or by servers, and returns them in the order of the
-        prompts; [] for a prompt in `request.done`. Raises ValueError if the request does not fit, and RolloutError if
-        sampling fails."""
+        """Samples the completions of each prompt, here or by servers, and returns them in the order of the prompts; []
+        for one in `request.done`. Raises ValueError if the request does not fit, and RolloutError if sampling fails."""
 
     def exchange(self, value: bytes) -> list[bytes]:
-        """The `value` of every host, in the order of the hosts. All hosts call this together, and wait for each
-        other."""
+        """The `value` of every host, in the order of the hosts. All hosts call this together, and wait for all."""
         return hosts.all_gather_bytes(value)
 
     def take_counts(self) -> dict[str, float]:
@@ -179,10 +170,8 @@ class GroupJournal:
         self, request: Request, weights: Weights, split: Split
     ) -> tuple[dict[int, list[Completion]], Request | None]:
         """Looks for the groups of `request` under `weights`. If `split` is not SHARE, all hosts call this together.
-
         Returns the groups that this host has found and returns, by place, and `request` without the groups that any
-        host has; None if no group is missing. When that request completes a group, the journal keeps the group.
-        """
+        host has; None if no group is missing. When that request completes a group, the journal keeps the group."""
         keys, wanted = self._keys(request, weights), len(request.prompts)
         sizes = [len(request.indices(place)) for place in range(wanted)]
         found, elsewhere = self._journal.find(keys), frozenset[int]()
@@ -216,14 +205,12 @@ class GroupJournal:
             **dataclasses.asdict(request.sampling),
             **self._settings,
         }
-        starts = [{"start": dataclasses.asdict(start)} for start in request.starts or ()]
+        starts = [{"start": dataclasses.asdict(start)} for start in request.starts or ()] or [{}] * len(request.prompts)
         return [
             common
             | {"prompt_id": int(i), "prompt": hashlib.sha256(prompt.astype("<i4").tobytes()).hexdigest()[:16]}
             | start
-            for i, prompt, start in zip(
-                request.prompt_ids, request.prompts, starts or [{}] * len(request.prompts), strict=True
-            )
+            for i, prompt, start in zip(request.prompt_ids, request.prompts, starts, strict=True)
         ]
 
 
@@ -244,11 +231,8 @@ def _divided(found: dict[int, list[Completion]]) -> tuple[dict[int, list[Complet
 
 
 def _is_sound(group: list[Completion], version: int) -> bool:
-    """Whether a group is a function of its key. The next process must not find another group.
-
-    Log-probabilities that are not finite stop the run. An environment's failure by chance, as a timeout, does not: the
-    next process asks the environment again.
-    """
+    """Whether a group is a function of its key: the next process must not find another group. Log-probabilities that
+    are not finite stop the run. A chance failure of an environment does not: the next process asks it again."""
     return all(
         c.weight_version == version
         and np.isfinite(c.logprobs).all()
@@ -272,7 +256,7 @@ def sample_from_shared_list(rollout: Feedable, request: Request) -> Groups:
     next_one, groups = hosts.SharedCounter(), [list[Completion]() for _ in request.prompts]
     with contextlib.ExitStack() as begun:
         while True:
-            while progress and not (rollout.has_room and sum(not one.complete for one in progress) < most):
+            while progress and not (rollout.has_room and sum(one.left > 0 for one in progress) < most):
                 time.sleep(_LOOK)
             if (number := next_one.draw()) >= len(parcels):
                 break
@@ -301,7 +285,7 @@ class _Parcel:
     """Some places of a request, as a request of their own.
 
     Attributes:
-      complete: whether all its groups are complete.
+      left: the number of its groups that are not complete.
       completions: waits for them.
     """
 
@@ -309,7 +293,7 @@ class _Parcel:
 
     def __init__(self, whole: Request, places: Sequence[int]):
         self.places, self._whole = places, whole
-        self._left = len([place for place in places if place not in whole.done])
+        self.left = len([place for place in places if place not in whole.done])
         self.request = dataclasses.replace(
             whole,
             prompts=[whole.prompts[place] for place in places],
@@ -321,12 +305,8 @@ class _Parcel:
             environment=_Part(whole.environment, places) if whole.environment is not None else None,
         )
 
-    @property
-    def complete(self) -> bool:
-        return self._left == 0
-
     def _note(self, place: int, group: list[Completion]) -> None:
-        self._left -= 1
+        self.left -= 1
         if self._whole.on_group is not None:
             self._whole.on_group(self.places[place], group)
 

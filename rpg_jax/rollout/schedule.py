@@ -34,9 +34,7 @@ class Chunk:
 
 class Finish:
     """Counts the completions of a request that have not ended, and hands each complete group to `request.on_group`.
-
-    `groups` are the rows of each prompt, in the order of the prompts; [] for a prompt in `request.done`.
-    """
+    `groups` are the rows of each prompt, in the order of the prompts; [] for a prompt in `request.done`."""
 
     def __init__(self, request: Request, groups: Sequence[Sequence[Row]]):
         self._groups, self._left, self._on_group = groups, [len(rows) for rows in groups], request.on_group
@@ -59,23 +57,18 @@ class Finish:
 
 
 def plan(engine: DecodeEngine, request: Request) -> tuple[list[list[Row]], list[Chunk]]:
-    """Makes the rows of each prompt, in the order of the prompts, and the chunks, in the order in which to prefill
-    them.
-
-    A prompt in `request.done` keeps its place in a chunk and gets no rows, []. A chunk without rows is left out. Raises
-    ValueError if a prompt, its limit of tokens or a token does not fit the engine.
-    """
+    """Makes the rows of each prompt, in the order of the prompts, and the chunks, in the order of their prefills. A
+    prompt in `request.done` keeps its place in a chunk and gets no rows, []. A chunk without rows is left out. Raises
+    ValueError if a prompt, its limit of tokens or a token does not fit the engine."""
     request.check_fits(capacity=engine.decoding.capacity, vocab_size=engine.config.vocab_size)
     groups = [request.rows(place) for place in range(len(request.prompts))]
     return groups, _chunks(engine.decoding, request, groups)
 
 
 def _chunks(decoding: Decoding, request: Request, groups: Sequence[Sequence[Row]]) -> list[Chunk]:
-    """Splits prompts into chunks. The prompts of a chunk have one length bucket, and one prefill takes all of them.
-
-    The number of rows of a prefill is a power of two, and unused rows are padding. So few shapes are compiled, whatever
-    the number and the lengths of the prompts are.
-    """
+    """Splits prompts into chunks. The prompts of a chunk have one length bucket, and one prefill takes all of them. The
+    number of rows of a prefill is a power of two, and unused rows are padding. So few shapes are compiled, whatever the
+    number and the lengths of the prompts are."""
     prompts, pending = request.prompts, list(request.order)
     buckets = {i: prompt_bucket(len(prompts[i]), decoding.capacity) for i in pending}
     chunks = []
@@ -96,10 +89,8 @@ def _chunks(decoding: Decoding, request: Request, groups: Sequence[Sequence[Row]
 
 def completions_of(request: Request, groups: Sequence[Sequence[Row]], version: int) -> list[list[Completion]]:
     """The completions of rows that have ended, by prompt: `groups` are the rows of each prompt, [] where it has none.
-
     Raises RolloutError if a log-probability is not finite, or if weights of another version than `version`, with which
-    the rows began, drew or read a token. The message names the step of `request`.
-    """
+    the rows began, drew or read a token. The message names the step of `request`."""
     others = {v for group in groups for row in group for v in row.transcript.versions} - {version}
     if others:
         raise RolloutError(
@@ -166,8 +157,7 @@ class Schedule:
     """The slots, the rows in the slots, and the rows that wait for a slot. Only one thread may use a schedule.
 
     A schedule owns the decode state. A row whose turn has ended keeps its slot while the environment replies. If other
-    rows wait, the row may lose its slot, and is prefilled again after the reply. `live` has the row of each slot that
-    draws tokens.
+    rows wait, the row may lose its slot, and is prefilled again after the reply. `live` maps slots that draw to rows.
 
     Args:
       engine: decodes.
@@ -301,19 +291,14 @@ class Schedule:
         return ended
 
     def wait(self, timeout: float = 0.1) -> None:
-        """Blocks until the next reply has come, at most for `timeout` seconds. Returns at once if no row waits for
-        one."""
+        """Blocks until the next reply has come, for `timeout` seconds at most; not at all if no row waits for one."""
         replies = [asked.reply for asked in (*self._asked.values(), *self._without_slot)]
         if replies:
             concurrent.futures.wait(replies, timeout, concurrent.futures.FIRST_COMPLETED)
 
     def shown(self, drawn: DecodeResult | None = None) -> DecodeResult:
-        """`drawn`, a dispatch's result, in which slots that wait for a reply look active. None stands for the result of
-        a dispatch in which no slot drew a token.
-
-        JetStream's detokenize thread ends a completion whose slot is not active. A slot that waits for the reply of an
-        environment is not active, but its completion goes on.
-        """
+        """The result `drawn` of a dispatch, in which slots that wait for a reply look active: JetStream's detokenize
+        thread would end their completions. None stands for a dispatch in which no slot drew a token."""
         slots = self.engine.decoding.slots
         if drawn is None:
             active, none = np.zeros(slots, bool), np.zeros((slots, 0))

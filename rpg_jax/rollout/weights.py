@@ -121,8 +121,8 @@ class Weights:
             yield self._params
 
     def checksum(self) -> int:
-        """`weights_checksum` of the weights that the last sync brought, in the rollout's dtype. Without `merge`, these
-        are the adapters alone. The first call after a sync computes the checksum on the weights' devices."""
+        """`weights_checksum` of the weights that the last sync brought, in the rollout's dtype: of the adapters alone
+        with `base` and without `merge`. The first call after a sync computes the checksum on the weights' devices."""
         with self.lock:
             if self._checksum is None:
                 self._checksum = weights_checksum(self._synced)
@@ -182,11 +182,8 @@ def _on_mesh_of(params: Params) -> contextlib.AbstractContextManager:
 def _layout(
     change: Callable[[Base | None, Params], Params], params: Params, shardings: Params | None
 ) -> Callable[[Base | None, Params], Params]:
-    """A function that brings weights into the decoding dtype and layout.
-
-    If `shardings` have only devices of this host, and `params` have devices of other hosts too, the function makes this
-    host's own copy.
-    """
+    """A function that brings weights into the decoding dtype and layout. If `shardings` have only devices of this host,
+    and `params` have devices of other hosts too, the function makes this host's own copy."""
     leaf, where = jax.tree.leaves(params)[0], jax.tree.leaves(shardings)
     spans_hosts = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
     if not (spans_hosts and where and where[0].is_fully_addressable):

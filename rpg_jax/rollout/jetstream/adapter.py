@@ -72,11 +72,9 @@ token_utils.logging = logger
 
 
 class GuardedThread(threading.Thread):
-    """A daemon thread that runs `target`, a `functools.partial` of a method of a `GuardedDriver`.
-
-    An exception in the thread calls the driver's `on_fault(name, exception)`. JetStream's own class would send SIGKILL
-    to the process. `daemon` is ignored: without a daemon, an interpreter with a running driver would never end.
-    """
+    """A daemon thread that runs `target`, a `functools.partial` of a method of a `GuardedDriver`. An exception in the
+    thread calls the driver's `on_fault(name, exception)`. JetStream's own class would send SIGKILL to the process.
+    `daemon` is ignored: without a daemon, an interpreter with a running driver would never end."""
 
     def __init__(self, *, target, name: str, daemon: bool = True):
         super().__init__(target=target, name=name, daemon=True)

@@ -100,8 +100,7 @@ class GuardedDriver(orchestrator.Driver):
                 self._placed += 1  # afterwards: an interrupt in between must leave nothing to wait for
 
     def retire(self, channel: Channel) -> None:
-        """Forgets `channel`, on which nobody waits any more. A later fault does not reach it. A second call does
-        nothing."""
+        """Forgets `channel`: a later fault of the driver does not reach it. A second call does nothing."""
         with self._guard:
             self._channels.discard(channel)
 
@@ -208,10 +207,8 @@ class _Stopped(Exception):
 
 
 class Ticket:
-    """The channel of a blocking call, which waits until all rows of `groups` have ended or a fault comes.
-
-    `groups` are the rows of each prompt of `request`. The constructor makes this the channel of each row.
-    """
+    """The channel of a blocking call, which waits until all rows of `groups` have ended or a fault comes. `groups` are
+    the rows of each prompt of `request`. The constructor makes this the channel of each row."""
 
     def __init__(self, request: Request, groups: Sequence[Sequence[Row]]):
         self._left, self._finish = sum(map(len, groups)), Finish(request, groups)
@@ -226,8 +223,7 @@ class Ticket:
         """Does nothing: the rows keep their tokens themselves."""
 
     def close(self, row: Row) -> None:
-        """Counts a row that has ended. The last row of a group hands the group to `request.on_group`, unless
-        cancelled."""
+        """Counts a row that has ended. The last row of a group hands on the group, unless the row is cancelled."""
         with self._counting:
             if not row.cancelled:
                 self._finish.completed(row)
@@ -281,8 +277,8 @@ class JetStreamRollout(Feedable):
     @contextlib.contextmanager
     def begin(self, request: Request) -> Iterator[Callable[[], list[list[Completion]]]]:
         """Begins to sample, and gives the block a function that waits for the completions and returns those of each
-        prompt, in the order of the prompts, [] for one in `request.done`. The function raises RolloutError if sampling
-        fails. An exception in the block cancels the request. Raises ValueError if the request does not fit."""
+        prompt in order, [] for one in `request.done`; it raises RolloutError if sampling fails. An exception in the
+        block cancels the request. Raises ValueError if the request does not fit."""
         groups, chunks = plan(self.engine, request)
         version, driver, ticket = self.weights.version, self.driver(), Ticket(request, groups)
 
@@ -308,14 +304,12 @@ class JetStreamRollout(Feedable):
             return not self._drivers or self._drivers[0].has_room
 
     def close(self) -> None:
-        """Stops the threads and frees the cache; calls that wait raise RolloutError. A later `generate` starts
-        again."""
+        """Stops the threads and frees the cache. Calls that wait raise RolloutError; later calls start new threads."""
         with self._lock:
             _stop(self._drivers)
 
     def driver(self) -> GuardedDriver:
-        """The running driver. A new one is started if there is none yet, or if the last one has failed or was
-        closed."""
+        """The running driver. It is started if there is none yet, or if the last driver has failed or was closed."""
         with self._lock:
             if not self._drivers or not self._drivers[0].live:
                 _stop(self._drivers)

@@ -128,13 +128,10 @@ class Admission:
 
     @contextlib.contextmanager
     def request(self) -> Iterator[Callable[[int], None]]:
-        """Counts one request while the block answers it.
-
-        The block gets a function, which it calls once with the number of completions that the request takes. Block and
-        function raise Refused: UNAVAILABLE if the server shuts down or loads weights, RESOURCE_EXHAUSTED if there are
-        more than `max_active` requests or completions; in place of the block's own errors INVALID_ARGUMENT for a
-        ValueError, and INTERNAL for a RolloutError.
-        """
+        """Counts one request while the block answers it. The block gets a function, to be called once with the number
+        of completions that the request takes. Raises Refused: UNAVAILABLE if the server shuts down or loads weights;
+        RESOURCE_EXHAUSTED, also from the function, above `max_active` requests or completions; INVALID_ARGUMENT in
+        place of a ValueError of the block, and INTERNAL in place of a RolloutError."""
         status, taken = grpc.StatusCode.CANCELLED, 0
 
         def take(count: int) -> None:
@@ -173,13 +170,12 @@ class Admission:
             raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, full)
 
     async def load(self, folder: str, label: str) -> LoadResult:
-        """Replaces the weights by the weights of a folder, and returns when that is done. Loads run one after the
-        other.
+        """Replaces the weights by the weights of a folder, and returns then. Loads run one after the other.
 
-        `label` names the contents of the folder: if the last load had this folder and label, nothing is read, and the
-        result is that of the last load. With label "", every load reads. The server serves while it reads the folder.
-        From then to the end of the load it refuses new requests, and waits for the requests under way. A load that has
-        begun goes on to its end even if the caller is cancelled.
+        `label` names the contents of the folder: if the weights in use are of this folder and label, nothing is read,
+        and the result is that of their load. With label "", every load reads. The server serves while it reads. After
+        that it refuses new requests to the end of the load, and waits for the requests under way. A load that has begun
+        goes on to its end even if the caller is cancelled.
 
         Raises Refused: INVALID_ARGUMENT if there is no `disk` or the folder has no weights of this model, INTERNAL if
         the folder cannot be read, UNAVAILABLE if the server shuts down.
@@ -235,9 +231,8 @@ class Admission:
             self._swapping = False
 
     def checksum(self, version: int) -> str:
-        """A name for the weights of a version: the checksum as 16 hexadecimal digits, or "version N" if it is not
-        known. Known are the present version and the version that this method was last asked for while it was the
-        present one."""
+        """A name for the weights of a version: the checksum as 16 hexadecimal digits, or "version N" if the checksum is
+        not known. A replaced version is known if it was asked for before, and no newer one has been asked for since."""
         weights = self._rollout.weights
         if version == weights.version:
             self._checksums = {version: weights.checksum()}
@@ -245,15 +240,14 @@ class Admission:
         return f"version {version}" if found is None else f"{found:016x}"
 
     async def encode(self, text: str) -> list[int]:
-        """The token ids of a text, without special tokens in front. A thread encodes, so a long text does not delay
-        other requests. Raises ValueError if the text has half of a character, a lone surrogate."""
+        """The token ids of a text; no special tokens are added. A thread encodes, so a long text does not delay other
+        requests. Raises ValueError if the text has half of a character, a lone surrogate."""
         check_unicode(text, "the text")
         return await asyncio.to_thread(self.codec.encode, text)
 
     def checked(self, ids: Sequence[int], sampling: Sampling) -> np.ndarray:
         """The prompt of token ids as an array i32[n]. Raises ValueError if it is empty, has an id outside the
-        vocabulary, or leaves less room in a slot than `sampling.max_tokens`, or if `sampling` does not fit the
-        engine."""
+        vocabulary, or has no room in a slot with `sampling.max_tokens`, or if `sampling` does not fit the engine."""
         prompt, engine = np.array(ids, np.int64), self._rollout.engine
         request = Request([prompt], [0], group_size=1, sampling=sampling, seed=0, step=0)
         request.check_fits(capacity=engine.decoding.capacity, vocab_size=engine.config.vocab_size)
@@ -262,8 +256,7 @@ class Admission:
     async def completion(
         self, prompt: np.ndarray, counters: tuple[int, int, int, int], sampling: Sampling, drawn: int = 0
     ) -> AsyncGenerator[tuple[np.ndarray, np.ndarray, int]]:
-        """Yields (tokens i32[n], log-probabilities f32[n] in nats, version of the weights that drew them) as they are
-        drawn.
+        """Yields (tokens i32[n], their log-probabilities f32[n] in nats, version of the weights) as they are drawn.
 
         `prompt` is from `checked`. `counters` are (seed, step, prompt_id, index), the origin of the random numbers. The
         last `drawn` tokens of the prompt belong to the completion already: the next token uses the random number of
@@ -302,11 +295,9 @@ class Admission:
         return scores
 
     def text(self, sampling: Sampling) -> Callable[[np.ndarray], str]:
-        """Makes the decoder of one completion: a function from its next tokens to the text that they add.
-
-        The decoder leaves out the stop tokens of `sampling`. It holds back the bytes of an incomplete character until
-        later tokens complete the character, or until a stop token or `sampling.max_tokens` ends the completion.
-        """
+        """Makes the decoder of one completion: a function from its next tokens to the text that they add. The decoder
+        leaves out the stop tokens of `sampling`. It holds back the bytes of an incomplete character until later tokens
+        complete the character, or until a stop token or `sampling.max_tokens` ends the completion."""
         decoder, drawn = IncrementalDecoder(self.codec), 0
 
         def more(tokens: np.ndarray) -> str:

@@ -65,11 +65,15 @@ class CompletionRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """The tokens that one dispatch adds to a completion. The dispatch had weights of `version`.
+    """The tokens that one dispatch adds to a completion.
 
-    Completion i of the prompt p has the `index` p · n + i. `token_ids` may be ahead of `text`: `text` holds back an
-    incomplete character, and the beginning of a possible stop text. `sampler_logprobs` are those of `token_ids`, in
-    nats. `finish_reason` is None; in the last piece it is "stop" or "length".
+    Attributes:
+      index: p · n + i for completion i of prompt p in a request for n completions of each prompt.
+      text, token_ids: what is added. `token_ids` may be ahead of `text`: `text` holds back an incomplete character, and
+        the beginning of a possible stop text.
+      sampler_logprobs: the log-probabilities with which `token_ids` were drawn, in nats.
+      finish_reason: "stop" or "length" in the last piece, else None.
+      version: the version of the weights that drew the tokens.
     """
 
     index: int
@@ -129,7 +133,8 @@ async def pieces(admission: Admission, asked: CompletionRequest) -> AsyncGenerat
 
 
 async def choices(admission: Admission, asked: CompletionRequest) -> list[Choice]:
-    """The whole answer, by prompt and by number in its group. Raises RolloutError if the driver or scoring fails."""
+    """Waits for the completions of the whole answer: `asked.n` of each prompt, in the order of the prompts. Raises
+    RolloutError if the driver or scoring fails."""
     made: list[list[Piece]] = [[] for _ in range(len(asked.prompts) * asked.n)]
     if asked.draw:
         async with contextlib.aclosing(pieces(admission, asked)) as all_pieces:
@@ -182,7 +187,7 @@ async def _joined(admission: Admission, asked: CompletionRequest, index: int, ow
 
 
 class StopText:
-    """Passes on a growing text until one of the texts `stops` is complete, and holds back the beginning of one."""
+    """Passes on a growing text until one of the texts `stops` is complete. What may begin one of them is held back."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops, self._held = stops, ""
