@@ -35,7 +35,8 @@ class SlotSampling:
     """The sampling parameters of each of S slots, as arrays.
 
     Attributes:
-      temperature, top_p, min_p: f32[S]. top_k: i32[S]. Their meaning is that of `types.Sampling`.
+      temperature, top_p, min_p: f32[S]; temperature 0 is greedy, top_p 1 and min_p 0 are off.
+      top_k: i32[S]; 0 is off.
       stop_tokens: i32[S, MAX_STOP_TOKENS], the tokens that end a completion; -1 where unused.
       limit: i32[S], the most tokens of the completion.
     """
@@ -171,8 +172,8 @@ class DecodeState:
     def empty(
         cls, config: DecoderConfig, slots: int, capacity: int, dtype, *, int8_kv: bool = False, unstacked: bool = False
     ) -> DecodeState:
-        """Allocates a state of `slots` free slots of `capacity` tokens each, in `dtype`. `int8_kv`: the cache has eight
-        bits. `unstacked`: each layer has its own arrays in the cache."""
+        """Allocates a state of `slots` free slots of `capacity` tokens each, in `dtype`, for the model `config`.
+        `int8_kv`: the cache has eight bits. `unstacked`: each layer has its own arrays in the cache."""
         return cls(
             cache=KVCache.empty(config, slots, capacity, dtype, int8=int8_kv, unstacked=unstacked),
             hidden=jnp.zeros((slots, config.embed_dim), dtype),

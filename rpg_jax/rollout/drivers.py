@@ -45,11 +45,8 @@ class LockstepRollout(Rollout):
 
     def sample(self, request: Request) -> list[list[Completion]]:
         """Decodes until all completions have ended; returns those of each prompt in order, [] for one in
-        `request.done`.
-
-        Raises ValueError if the request does not fit, or has an environment and several hosts decode; and RolloutError
-        if decoding fails, with the fault as its cause.
-        """
+        `request.done`. Raises ValueError if the request does not fit the engine, or has an environment while several
+        hosts decode; and RolloutError if decoding fails, with the fault as its cause."""
         if request.environment is not None and jax.process_count() > 1:
             raise ValueError("lockstep hosts cannot wait for an environment's replies: set rollout.driver=orchestrator")
         groups, chunks = plan(self.engine, request)
@@ -65,7 +62,8 @@ class LockstepRollout(Rollout):
 
     def stream(self, request: Request) -> Iterator[np.ndarray]:
         """Yields the tokens i32[n] of the request's only completion, dispatch by dispatch. A dispatch begins when the
-        caller asks for more; until the end, other calls wait. Raises ValueError if the request does not fit."""
+        caller asks for more; until the end, other calls wait. Raises ValueError if the request does not fit the
+        engine."""
         groups, chunks = plan(self.engine, request)
         [[row]], taken = groups, 0
         with self._busy:

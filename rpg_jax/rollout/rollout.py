@@ -92,8 +92,10 @@ class Rollout(abc.ABC):
 
         A prompt has [] if it is in `request.done`, or if another host took it. With a journal, only the groups that the
         journal lacks are sampled, and the journal keeps them. The completions are the same without a journal. If
-        `split` is not SHARE, all hosts call this together, with the same prompts. Raises ValueError if a prompt or a
-        sampling parameter does not fit; RolloutError if sampling fails, and then the next call starts afresh.
+        `split` is not SHARE, all hosts call this together, with the same prompts.
+
+        Raises ValueError if a token is not in the vocabulary, or a prompt with its limit of tokens is longer than a
+        slot; RolloutError, perhaps with a cause, if sampling fails: the next call starts afresh.
         """
         if journal is None:
             return self._sampled(request)
@@ -113,7 +115,8 @@ class Rollout(abc.ABC):
     @abc.abstractmethod
     def sample(self, request: Request) -> Groups:
         """Samples the completions of each prompt, here or by servers, and returns them in the order of the prompts; []
-        for one in `request.done`. Raises ValueError if the request does not fit, and RolloutError if sampling fails."""
+        for one in `request.done`. Raises ValueError if the request does not fit the engine, and RolloutError if
+        sampling fails."""
 
     def exchange(self, value: bytes) -> list[bytes]:
         """The `value` of every host, in the order of the hosts. All hosts call this together, and wait for all."""

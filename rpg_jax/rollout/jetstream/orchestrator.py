@@ -278,7 +278,7 @@ class JetStreamRollout(Feedable):
     def begin(self, request: Request) -> Iterator[Callable[[], list[list[Completion]]]]:
         """Begins to sample, and gives the block a function that waits for the completions and returns those of each
         prompt in order, [] for one in `request.done`; it raises RolloutError if sampling fails. An exception in the
-        block cancels the request. Raises ValueError if the request does not fit."""
+        block cancels the request. Raises ValueError if the request does not fit the engine."""
         groups, chunks = plan(self.engine, request)
         version, driver, ticket = self.weights.version, self.driver(), Ticket(request, groups)
 

@@ -63,8 +63,9 @@ class ServersRollout(Rollout):
 
     def sample(self, request: Request) -> list[list[Completion]]:
         """Waits for the completions of each prompt, and returns them in order; [] for a prompt in `request.done`.
-        `request.on_group` runs in the caller's thread. Raises ValueError if the request does not fit, and ServerError,
-        a RolloutError, if servers refuse, do not answer for long, or answer something unusable."""
+        `request.on_group` runs in the caller's thread. Raises ValueError if a prompt with its limit of tokens is longer
+        than `capacity` or a token is not below `vocab_size`; and ServerError, a RolloutError, if servers refuse, do not
+        answer for long, or answer something unusable."""
         request.check_fits(capacity=self._capacity, vocab_size=self._vocab_size)
         groups: list[list[Completion]] = [[] for _ in request.prompts]
         made: queue.SimpleQueue[tuple[int, list[Completion]] | None] = queue.SimpleQueue()
@@ -87,8 +88,10 @@ class ServersRollout(Rollout):
         return self._exchange.all_gather_bytes(value)
 
     def take_counts(self) -> dict[str, float]:
-        """Metrics "servers/…" for the time since the last call, of all processes, which call this together: those of
-        `Balance.counts` and of the weights' `take_counts`."""
+        """Metrics servers/NAME for the time since the last call, of all processes, which call this together. NAME is
+        `answering`, the fewest servers in order that a process sees; `requests`, `refused`, `failures` and `loads`,
+        sums of events; `longest_idle` in seconds and `probe_gap` in nats, the largest of a process; and, if the weights
+        lie in folders, the names of `WeightFolders.take_counts`."""
         counts = self._balance.counts()
         said = [json.loads(one) for one in hosts.all_gather_bytes(json.dumps(counts).encode())]
         together = {"answering": min, "longest_idle": max, "probe_gap": max}
