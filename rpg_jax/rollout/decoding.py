@@ -21,7 +21,9 @@ PURPOSE = 0x5A3F1E
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """How a rollout decodes, with every driver that decodes in this process.
+    """How a rollout decodes, with every driver that decodes in this process. Raises ValueError if `slots`, `capacity`,
+    `threads` or `steps_per_dispatch` is below 1, if `threads` does not divide `slots`, or if several threads have a
+    mesh of several devices.
 
     Attributes:
       slots: the number of places in the cache, one for each completion that is decoded at the same time.
@@ -41,9 +43,6 @@ class Decoding:
         devices, and the drawn tokens are replicated. The devices may be others than the trainer's.
       rules: for each logical axis the axis of `mesh`.
       shardings: the shardings of the decoding weights on `mesh`, a pytree like the weights; None for the trainer's.
-
-    Raises ValueError if `slots`, `capacity`, `threads` or `steps_per_dispatch` is below 1, if `threads` does not divide
-    `slots`, or if several threads have a mesh of several devices.
     """
 
     slots: int

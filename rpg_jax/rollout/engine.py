@@ -37,7 +37,6 @@ _SCORED_TOGETHER = 128  # positions whose logits exist at one time
 
 class Scores(NamedTuple):
     """The model's own log-probabilities, in nats, of the T tokens of a text, at temperature 1 and without truncation.
-
     Entry t is of token t given tokens 0 to t - 1. Entry 0 has no meaning, because no token precedes token 0.
 
     Attributes:

@@ -168,8 +168,7 @@ class Request:
 @dataclasses.dataclass(eq=False, slots=True)
 class Transcript:
     """The tokens of a completion so far, in pieces: one for each dispatch and each observation of an environment.
-
-    Tokens of a completion that earlier requests drew are not here: they are in the prompt.
+    Tokens that earlier requests drew are in the prompt instead.
 
     Attributes:
       tokens, logprobs: i32[n] and f32[n] of each piece; an observation's log-probabilities are 0.
@@ -179,8 +178,7 @@ class Transcript:
       turn_start: the number of tokens before the present turn.
       observations: (first, end) of each observation: the index of its first token, and the index after its last token.
       rewards, error: the rewards of all replies, and the error of the last reply, None without an error.
-      cut: "length" if an observation, with a token to draw after it, did not fit; "turns" if the limit of turns ended
-        the conversation; else None.
+      cut: "length" if an observation and a token after it did not fit; "turns" at the limit of turns; else None.
     """
 
     tokens: list[np.ndarray] = dataclasses.field(default_factory=list)

@@ -245,14 +245,12 @@ def _is_sound(group: list[Completion], version: int) -> bool:
 
 
 def sample_from_shared_list(rollout: Feedable, request: Request) -> Groups:
-    """Samples the prompts that this host takes from a list of all hosts. All hosts call this together.
-
-    Returns the groups in the order of the prompts; [] for a prompt of another host, and for one in `request.done`.
+    """Samples the prompts that this host takes from a list of all hosts. All hosts call this together. Returns the
+    groups in the order of the prompts; [] for a prompt of another host, and for one in `request.done`.
 
     With a fixed share of the prompts, all hosts would wait for the host whose completions are the longest. So a host
-    takes the next parcel when nothing waits for its slots. It never has more than its part of the list in progress.
-    The parcels are those of `parcels_of`. So the programs, and with them the rounding, do not depend on which host
-    takes a parcel.
+    takes the next parcel of `parcels_of` when nothing waits for its slots. It never has more than its part of the list
+    in progress. The programs, and with them the rounding, do not depend on which host takes a parcel.
     """
     parcels = [parcel for parcel in parcels_of(request) if not request.done.issuperset(parcel)]
     most, progress = math.ceil(len(parcels) / jax.process_count()), list[_Parcel]()
@@ -285,12 +283,8 @@ def parcels_of(request: Request) -> list[list[int]]:
 
 
 class _Parcel:
-    """Some places of a request, as a request of their own.
-
-    Attributes:
-      left: the number of its groups that are not complete.
-      completions: waits for them.
-    """
+    """Some places of a request, as a request of their own. `left` counts the groups that are not complete, and
+    `completions` waits for all."""
 
     completions: Callable[[], Groups]
 

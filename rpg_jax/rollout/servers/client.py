@@ -140,11 +140,9 @@ class Caller:
 
     async def post(self, path: str, body: Mapping[str, Any]) -> tuple[Any, float]:
         """Posts `body` as JSON. Returns the JSON of the answer, None for an empty one, and the time at which the server
-        accepted the connection, in seconds of `time.monotonic`.
-
-        Raises Unavailable if there is no answer within the client's timeout, or the status is 408, 425, 429, 500, 502,
-        503 or 504; Refused for every other status than 200, and for an answer that is not JSON.
-        """
+        accepted the connection, in seconds of `time.monotonic`. Raises Unavailable if there is no answer within the
+        client's timeout, or the status is 408, 425, 429, 500, 502, 503 or 504; Refused for every other status than 200,
+        and for an answer that is not JSON."""
         status, content, connected = await self._answer("POST", path, json.dumps(body).encode(), self._client.timeout)
         if status != 200:
             raise Refused(self._said(path, status, content), status=status)

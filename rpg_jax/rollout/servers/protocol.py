@@ -207,7 +207,6 @@ class Difference:
 @dataclasses.dataclass(frozen=True)
 class Probe:
     """N greedy tokens after a prompt, as the trainer computes them: a test of the weights that a server has.
-
     The server reads the prompt in one pass, through its cache of prefixes, and decodes the N tokens one by one.
 
     Attributes:

@@ -151,10 +151,9 @@ class ServersWeights(Weights):
 
 
 class ServedTeacher:
-    """log π_teacher of given completions, by servers of the teacher, at temperature 1.
-
-    A text is a prompt with a completion. Each process asks for its share of the texts, and all get all numbers. The
-    constructor starts a thread, which runs `balance`; no server is told to load weights.
+    """log π_teacher of given completions, by servers of the teacher, at temperature 1. Each process asks for its share
+    of the completions, and all get all numbers. The constructor starts a thread, which runs `balance`. No server is
+    told to load weights.
 
     Args:
       balance: chooses a server for each call.

@@ -25,8 +25,7 @@ class Kind:
       needs: what must serve, and how it must be started for `loads`, as a sentence for messages.
       counters: whether the program is this project's own: it draws this project's random numbers, and every answer has
         the checksum of the weights. Servers of other programs are probed after each load.
-      refuses: a text. An answer 500 with it to a load means that the next load would fail in the same way. None: no
-        answer 500 means that.
+      refuses: the text of an answer 500 to a load after which every load would fail; None: there is no such text.
       health: the path of the health of the program that samples. vLLM's /health is the health of its HTTP server, which
         answers while the engine hangs.
       head: whether a folder of a model with tied embeddings must have the head as a tensor of its own too. vLLM keeps a
@@ -89,7 +88,6 @@ _FEWER, _SHARE = 0.75, 16  # a refusal leaves 3/4 of the limit; a round of answe
 @dataclasses.dataclass(eq=False)
 class Server:
     """One server, as `Balance` counts its calls. All times are seconds of `time.monotonic`.
-
     Calls that were open at the same time and failed count as one incident. The same holds for calls that are refused.
 
     Attributes:

@@ -81,7 +81,6 @@ class WeightFolders(Weights):
     def stage(self, params: Params) -> PendingFolder:  # type: ignore[override]  # on no device
         """Copies this process's part to host memory, and returns while a thread writes it. All processes call this
         together, on the main thread. The same weights as in the call before give its result, and nothing is written.
-
         During the copy the devices hold all weights once more, in `dtype`, split as the trainer's weights are. `Saving`
         says how much memory it needs besides.
         """

@@ -65,14 +65,13 @@ class ApiKey:
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """Where a server listens, and what it asks of clients.
+    """Where a server listens, and what it asks of clients. Raises ValueError if `host` is not loopback and there is no
+    TLS or no API key, or if one PEM file lacks the other.
 
     Attributes:
       host: the address or name of this machine on which the server listens.
       certificate, private_key: the paths of TLS's PEM files, the chain and its key; None for plain text.
       key: the API key that every request needs; None serves everybody who reaches the address.
-
-    Raises ValueError if `host` is not loopback and there is no TLS or no API key, or if one PEM file lacks the other.
     """
 
     host: str = "127.0.0.1"

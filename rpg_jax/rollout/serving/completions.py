@@ -15,7 +15,9 @@ from rpg_jax.types import Sampling
 
 @dataclasses.dataclass(frozen=True)
 class CompletionRequest:
-    """A request for completions, with its fields checked.
+    """A request for completions, with its fields checked. Raises ValueError if `counters` come with a seed or for
+    several completions, if `drawn` comes without `counters` or without a longer prompt, or if a stream wants `logprobs`
+    or `echo`.
 
     Attributes:
       prompts: token ids, i32[n] each.
@@ -34,9 +36,6 @@ class CompletionRequest:
       counters: (seed, step, prompt_id, index) of a trainer's completion, in place of `seed`.
       drawn: of a trainer's completion, how many of the prompt's last tokens belong to it already, the observations
         between its turns included.
-
-    Raises ValueError if `counters` come with a seed or for several completions, if `drawn` comes without `counters` or
-    for a prompt that is not longer, or if a stream wants `logprobs` or `echo`.
     """
 
     prompts: list[np.ndarray]
@@ -65,16 +64,11 @@ class CompletionRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """The tokens that one dispatch adds to a completion.
-
-    Attributes:
-      index: p · n + i for completion i of prompt p in a request for n completions of each prompt.
-      text, token_ids: what is added. `token_ids` may be ahead of `text`: `text` holds back an incomplete character, and
-        the beginning of a possible stop text.
-      sampler_logprobs: the log-probabilities with which `token_ids` were drawn, in nats.
-      finish_reason: "stop" or "length" in the last piece, else None.
-      version: the version of the weights that drew the tokens.
-    """
+    """The tokens that one dispatch, with weights of `version`, adds to a completion. `index` is p · n + i for
+    completion i of prompt p, if n completions of each prompt are asked for. `token_ids` may be ahead of `text`, which
+    holds back an incomplete character and the beginning of a possible stop text. `sampler_logprobs` are the
+    log-probabilities with which `token_ids` were drawn, in nats. `finish_reason` is "stop" or "length" in the last
+    piece, else None."""
 
     index: int
     text: str
@@ -86,12 +80,11 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A whole completion, and the `versions` of the weights that drew its tokens. The fields are those of `Piece`, and
-    `prompt` is i32[n].
-
-    `scores` are of the tokens of prompt and completion together; None unless the request has `logprobs`. A request that
-    draws nothing has choices without tokens, whose `finish_reason` is "length".
-    """
+    """A whole completion of `prompt` i32[n], and the `versions` of the weights that drew its tokens. `index` is p · n +
+    i for completion i of prompt p, if n completions of each prompt are asked for. `sampler_logprobs` are the
+    log-probabilities with which `token_ids` were drawn, in nats. `scores` are of the tokens of prompt and completion
+    together; None unless the request has `logprobs`. `finish_reason` is "stop" or "length", and "length" if the request
+    draws nothing."""
 
     index: int
     prompt: np.ndarray
