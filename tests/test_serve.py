@@ -17,7 +17,7 @@ import pytest
 
 from configs import tiny
 from rpg_jax import serve
-from rpg_jax.rollout.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc
+from rpg_jax.rollout.jetstream.adapter import jetstream_pb2, jetstream_pb2_grpc
 from rpg_jax.runs import config_files, policy
 from tests import test_export
 from tests.modules import forget

@@ -12,16 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from rpg_jax.models import DecoderConfig, KVCache
-from rpg_jax.rollout.sampling import completion_keys, sample
+from rpg_jax.rollout.decoding import completion_keys, sample
 from rpg_jax.types import Sampling
 
 MAX_STOP_TOKENS = 8
+"""The most stop tokens of a request."""
 
 
 @flax.struct.dataclass
 class Prefix:
-    """Prefilled prompts: the hidden states [P, D] that predict their first completion tokens, their cache, and if they
-    are recorded their experts [P, T, L, k]."""
+    """P prompts of T tokens after a forward pass: the hidden states [P, D] of their last tokens, which predict the
+    first completion tokens; the cache of their keys and values; and, if they are recorded, the k experts of each token
+    in each of L layers, [P, T, L, k]."""
 
     hidden: jax.Array
     cache: KVCache
@@ -30,11 +32,12 @@ class Prefix:
 
 @flax.struct.dataclass
 class SlotSampling:
-    """`types.Sampling` of each slot, as arrays.
+    """The sampling parameters of each of S slots, as arrays.
 
     Attributes:
-      temperature, top_p, min_p: f32[S]. top_k: i32[S].
-      stop_tokens: i32[S, MAX_STOP_TOKENS], -1 where unused.
+      temperature, top_p, min_p: f32[S]; temperature 0 is greedy, top_p 1 and min_p 0 are off.
+      top_k: i32[S]; 0 is off.
+      stop_tokens: i32[S, MAX_STOP_TOKENS], the tokens that end a completion; -1 where unused.
       limit: i32[S], the most tokens of the completion.
     """
 
@@ -47,7 +50,7 @@ class SlotSampling:
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], slots: int) -> SlotSampling:
-        """Numpy arrays [slots, …] that begin with `samplings`. The other entries are zero and have no stop token."""
+        """Numpy arrays of `slots` entries: those of `samplings` in their order, then zeros without a stop token."""
         temperature, top_p, min_p = np.zeros((3, slots), np.float32)
         top_k, limit = np.zeros((2, slots), np.int32)
         stop_tokens = np.full((slots, MAX_STOP_TOKENS), -1, np.int32)
@@ -57,31 +60,33 @@ class SlotSampling:
         return cls(temperature, top_p, top_k, min_p, stop_tokens, limit)
 
     def draw(self, logits: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """A token per slot, i32[S], and its log-probability, f32[S]; see `sampling.sample`."""
+        """Draws a token for each slot from logits f32[S, V] with typed random keys [S]. Returns the tokens i32[S] and
+        their log-probabilities f32[S], in nats after the cuts, and 0 where the temperature is 0."""
         return sample(logits, keys, self.temperature, self.top_p, self.top_k, self.min_p)
 
     def ends(self, tokens: jax.Array, emitted: jax.Array) -> jax.Array:
-        """bool[S], whether each slot's completion ends with its token, the `emitted`-th, counted from 1."""
+        """bool[S], whether each slot's completion ends with the token i32[S] that the slot has drawn, by a stop token
+        or by its limit. `emitted` i32[S] is the number of the completion's tokens, this token included."""
         return (tokens[:, None] == self.stop_tokens).any(-1) | (emitted >= self.limit)
 
 
 Insertion = tuple[int, int, int, tuple[int, int, int, int], Sampling]
-"""A row (slot, prefix row, emitted, counters, sampling) of `Insertions`."""
+"""(slot, prefix row, emitted, (seed, step, prompt_id, index), sampling): the fields of `Insertions` for one slot."""
 
 Extension = tuple[int, np.ndarray, int, bool, int, int]
-"""A row (slot, tokens, start, begins, emitted, limit) of `Extensions`."""
+"""(slot, tokens, start, begins, emitted, limit): the fields of `Extensions` for one slot."""
 
 
 @flax.struct.dataclass
 class Insertions:
-    """The rows that one `insert` puts into slots. Entries past `count` are ignored.
+    """The completions that one `DecodeState.insert` puts into slots, a row for each; S is the number of all slots.
 
     Attributes:
-      count: i32, number of rows.
-      slots, prefix_rows: i32[S], the decode slot of each row and its prompt's row in the `Prefix`. Unused slot numbers
-        are out of range.
-      emitted: i32[S], tokens of the completion that are in the prefix already.
-      seed, step, prompt_id, index: u32[S], the counters of its random key.
+      count: i32, the number of rows. Later entries of the arrays are ignored.
+      slots: i32[S], the slot of each row; out of range after `count`.
+      prefix_rows: i32[S], the row of the `Prefix` that has the tokens to copy.
+      emitted: i32[S], how many of those tokens belong to the completion already.
+      seed, step, prompt_id, index: u32[S], from which the completion's random key is made.
       sampling: the sampling parameters of each row.
     """
 
@@ -97,7 +102,7 @@ class Insertions:
 
     @classmethod
     def of(cls, rows: Sequence[Insertion], slots: int) -> Insertions:
-        """Numpy arrays of `rows`, for programs with `slots` slots."""
+        """Numpy arrays of `rows`, in their order, for programs with `slots` slots. Counters are taken modulo 2^32."""
         into, (prefix_rows, emitted) = np.full(slots, slots, np.int32), np.zeros((2, slots), np.int32)
         counters = np.zeros((4, slots), np.uint32)
         for i, (slot, prefix_row, drawn, origin, _) in enumerate(rows):
@@ -110,14 +115,15 @@ class Insertions:
 
 @flax.struct.dataclass
 class Extensions:
-    """Tokens that one `extend` appends to the caches of slots that are not active.
+    """Tokens that one call of the engine's `extend` appends to slots that are not active, in P rows of T tokens.
 
     Attributes:
-      tokens: i32[P, T], right-padded. lengths: i32[P], 0 where a row is padding.
-      slots: i32[P], the slot of each row; out of range where a row is padding.
+      tokens: i32[P, T], padded on the right.
+      lengths: i32[P], the number of a row's tokens without padding; 0 for a row that is padding.
+      slots: i32[P], the slot of each row; out of range for a row that is padding.
       starts: i32[P], the number of tokens in the slot before.
-      begins: bool[P], whether the slot then draws tokens again. Otherwise further tokens are to be appended.
-      emitted: i32[P], tokens of the completion, `tokens` included.
+      begins: bool[P], whether the slot then draws tokens again. Otherwise a later call appends further tokens.
+      emitted: i32[P], the number of tokens of the completion, all tokens of the observation included.
       limit: i32[P], the most tokens of the completion at the end of its next turn.
     """
 
@@ -131,7 +137,8 @@ class Extensions:
 
     @classmethod
     def of(cls, rows: Sequence[Extension], slots: int, shape: tuple[int, int]) -> Extensions:
-        """Numpy arrays of `rows`, for programs with `slots` slots and `shape` (P, T)."""
+        """Numpy arrays of `rows`, in their order, for programs with `slots` slots. `shape` is (P, T), for at most P
+        rows of at most T tokens; the remaining rows are padding."""
         tokens, into = np.zeros(shape, np.int32), np.full(shape[0], slots, np.int32)
         lengths, starts, emitted, limits = np.zeros((4, shape[0]), np.int32)
         begins = np.zeros(shape[0], bool)
@@ -143,15 +150,15 @@ class Extensions:
 
 @flax.struct.dataclass
 class DecodeState:
-    """All slots between two dispatches.
+    """All S slots of a thread between two dispatches. Methods return a new state.
 
     Attributes:
-      cache: KVCache of S slots.
+      cache: the keys and values of the slots' tokens.
       hidden: [S, D], from which each slot's next token is predicted.
-      keys: u32[S, 2], raw completion keys.
-      emitted: i32[S], tokens of the completion so far.
+      keys: u32[S, 2], the raw random keys of the completions.
+      emitted: i32[S], the number of tokens of each completion so far.
       sampling: the sampling parameters of each slot.
-      active: bool[S], slots whose completion has not ended.
+      active: bool[S], the slots that draw tokens. A free slot, and one whose turn or completion has ended, does not.
     """
 
     cache: KVCache
@@ -165,7 +172,8 @@ class DecodeState:
     def empty(
         cls, config: DecoderConfig, slots: int, capacity: int, dtype, *, int8_kv: bool = False, unstacked: bool = False
     ) -> DecodeState:
-        """A state in which all slots are free."""
+        """Allocates a state of `slots` free slots of `capacity` tokens each, in `dtype`, for the model `config`.
+        `int8_kv`: the cache has eight bits. `unstacked`: each layer has its own arrays in the cache."""
         return cls(
             cache=KVCache.empty(config, slots, capacity, dtype, int8=int8_kv, unstacked=unstacked),
             hidden=jnp.zeros((slots, config.embed_dim), dtype),
@@ -177,7 +185,8 @@ class DecodeState:
 
     @classmethod
     def logical_axes(cls, *, int8_kv: bool = False, layers: int = 0) -> DecodeState:
-        """The names of every array's dimensions. `layers` is the number of layers of an unstacked cache, or else 0."""
+        """A state with the logical axes of every array in its place: for each dimension a name, or None. `layers`:
+        their number if each has its own arrays in the cache, else 0. `int8_kv`: the cache has eight bits."""
         slot: Any = ("slots",)
         row: Any = ("slots", None)
         sampling = SlotSampling(slot, slot, slot, slot, stop_tokens=row, limit=slot)
@@ -185,7 +194,7 @@ class DecodeState:
         return cls(cache, row, row, slot, sampling, active=slot)
 
     def insert(self, prefix: Prefix, rows: Insertions) -> DecodeState:
-        """Copies prefix rows into slots, and starts them."""
+        """Copies the rows of `prefix` that `rows` names into their slots, and makes these slots active."""
 
         def copy(i, cache):
             return cache.insert(prefix.cache, rows.slots[i], rows.prefix_rows[i])
@@ -203,7 +212,8 @@ class DecodeState:
         )
 
     def continued(self, rows: Extensions, hidden: jax.Array, cache: KVCache) -> DecodeState:
-        """Starts the rows that have `begins`. `hidden` [P, D] belongs to their last tokens; `cache` has all tokens."""
+        """Makes the slots of the rows that have `begins` active again. `hidden` [P, D] has the hidden state of the last
+        token of each of the P rows. `cache` is this state's cache with the appended tokens of all rows."""
         slots = jnp.where(rows.begins, rows.slots, self.active.size)
 
         def put(into, values):
@@ -219,24 +229,24 @@ class DecodeState:
         )
 
     def stop(self, ended: jax.Array) -> DecodeState:
-        """Ends the completions in the slots of the mask `ended` bool[S]. Nothing reads or overwrites their cache until
-        the slot is filled or continued."""
+        """Makes the slots of the mask `ended` bool[S] inactive. Nothing reads or overwrites the cache of such a slot
+        until the slot is filled or continued."""
         active = self.active & ~ended
         return replace(self, active=active, cache=replace(self.cache, lengths=jnp.where(active, self.cache.lengths, 0)))
 
 
 @flax.struct.dataclass
 class DecodeResult:
-    """The tokens of one dispatch of at most K decode steps. A slot's tokens are the first entries of its row.
+    """The tokens that S slots drew in one dispatch of at most K decode steps.
 
     Attributes:
-      tokens: i32[S, K].
-      logprobs: f32[S, K] in nats. The sign bit is always set: probability 1 gives -0.0. So the bits of a log-prob
-        are a negative integer, and a token id is never negative.
-      counts: i32[S], number of tokens that each slot drew.
-      active: bool[S], slots whose completion goes on.
-      emitted: i32[S], number of tokens of each slot's completion so far.
-      experts: [S, K, L, k], the experts of each token in each layer; None if they are not recorded.
+      tokens: i32[S, K]. The first `counts` entries of a row are the slot's tokens; the others have no meaning.
+      logprobs: f32[S, K], of these tokens, in nats. The sign bit is always set: probability 1 gives -0.0. So the bits
+        of a log-probability are a negative integer, and a token id is never negative.
+      counts: i32[S], the number of tokens that each slot drew.
+      active: bool[S], the slots that draw further tokens.
+      emitted: i32[S], the number of tokens of each slot's completion so far.
+      experts: [S, K, L, k], the k experts of each token in each of L layers; None if they are not recorded.
     """
 
     tokens: Any

@@ -1,42 +1,48 @@
-"""How completions are decoded: slots, devices, and the shapes of prefill and cache. `planning` uses this file too."""
+"""How completions are decoded: slots, devices, the shapes of prefill and cache, and the draw of one token per slot.
+
+A slot is a place of the decode engine for one completion at a time. The draw knows no slot number, batch size or
+mutable key. So equal logits and counters give equal tokens, in any slot and beside any other completion.
+"""
 
 import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from rpg_jax import parallel
 
 PREFILL_TOKENS = 2048
 _SMALLEST_BUCKET = 16
 _SMALLEST_ATTENTION = 128
+# Initialisation and shuffling share the seed: this number keeps their random numbers apart from those of rollouts.
+PURPOSE = 0x5A3F1E
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """How a rollout decodes, with any driver.
+    """How a rollout decodes, with every driver that decodes in this process. Raises ValueError if `slots`, `capacity`,
+    `threads` or `steps_per_dispatch` is below 1, if `threads` does not divide `slots`, or if several threads have a
+    mesh of several devices.
 
     Attributes:
-      slots: completions decoded together (S).
-      threads: threads that decode, each its share of the slots, on one device. A program of XLA's for CPUs seldom uses
-        two cores at a time; two programs do.
-      capacity: tokens of a slot, prompt and completion together (C); see `capacity`.
-      steps_per_dispatch: most decode steps between two looks by the host (K).
-      prefill_tokens: tokens of one prefill, padding included.
-      refill: a dispatch ends early once this fraction of the slots is idle while completions wait.
+      slots: the number of places in the cache, one for each completion that is decoded at the same time.
+      capacity: the most tokens of a slot, prompt and completion together.
+      threads: threads that decode, each an equal share of the slots, on one device. A program of XLA's for CPUs seldom
+        uses two cores at a time; two programs do.
+      steps_per_dispatch: the most decode steps of one launched program. The host sees the tokens after each program.
+      prefill_tokens: the most tokens of one forward pass over prompts, padding included. A longer prompt goes alone.
+      refill: while completions wait, a dispatch ends early once this fraction of the slots is idle.
       patience_s: seconds that a completion keeps its slot while its environment replies and others wait for a slot.
-        After that it gives the slot away, and is prefilled again.
+        After that the completion gives the slot away, and all its tokens are read again after the reply.
       dtype: the dtype of the decoding weights; None for the trainer's dtype.
-      int8: round the matrices of the decoding weights' layers to eight bits; see `models.weights.quantized`.
-      int8_kv: keep keys and values in eight bits, with one scale per token and head.
-      record_experts: completions carry the experts of every token, see `types.Completion`; for a mixture only.
-      mesh: the devices that decode; None for JAX's default device. Slots and key-value heads are spread over them, and
-        results are replicated.
-      rules: from logical axes to axes of `mesh`.
-      shardings: the shardings of the decoding weights on `mesh`; None for the trainer's shardings. `mesh` may have
-        other devices than the trainer's mesh.
-
-    Raises ValueError for a size below 1, and for threads that do not divide the slots or are on several devices.
+      int8: whether the matrices of the layers are rounded to eight bits, with one scale per output channel.
+      int8_kv: whether the cache keeps keys and values in eight bits, with one scale per token and head.
+      record_experts: whether completions carry the experts of every token; for a mixture of experts only.
+      mesh: the devices that decode; None for JAX's default device. Slots and key-value heads are spread over the
+        devices, and the drawn tokens are replicated. The devices may be others than the trainer's.
+      rules: for each logical axis the axis of `mesh`.
+      shardings: the shardings of the decoding weights on `mesh`, a pytree like the weights; None for the trainer's.
     """
 
     slots: int
@@ -67,31 +73,147 @@ class Decoding:
 
 
 def capacity(max_prompt_tokens: int, max_tokens: int) -> int:
-    """The tokens of a slot for the longest prompt and completion, rounded up to a multiple of 16."""
+    """The tokens of a slot for the longest prompt with the longest completion, rounded up to a multiple of 16."""
     return -(-(max_prompt_tokens + max_tokens) // 16) * 16
 
 
 def prompt_bucket(length: int, capacity: int) -> int:
-    """The length to which a prompt is padded: a power of two, or `capacity` if `capacity` is smaller."""
+    """The tokens to which a prompt of `length` is padded: 16 or the next power of two, but at most `capacity`.
+    `capacity` is the tokens of a slot; `length` is from 1 to `capacity`."""
     return min(max(_SMALLEST_BUCKET, power_of_two(length)), capacity)
 
 
 def attention_bucket(length: int, capacity: int) -> int:
-    """The positions of the cache that are read when no slot is longer than `length`: a power of two, or all."""
+    """The cache positions that a dispatch reads of each slot if no slot has more than `length` tokens: 128 or the next
+    power of two, but at most `capacity`, the tokens of a slot."""
     return min(max(_SMALLEST_ATTENTION, power_of_two(length)), capacity)
 
 
 def prompts_per_prefill(bucket: int, prefill_tokens: int = PREFILL_TOKENS) -> int:
-    """The most prompts of a bucket that one prefill takes."""
+    """The most prompts, each padded to `bucket` tokens, that one forward pass of `prefill_tokens` takes; at least 1."""
     return max(1, prefill_tokens // bucket)
 
 
 def prefill_shape(max_prompt_tokens: int, capacity: int, prefill_tokens: int = PREFILL_TOKENS) -> tuple[int, int]:
-    """(prompts, tokens) of the largest prefill of prompts that have `max_prompt_tokens`, padding included."""
+    """The shape (prompts, tokens of each), padding included, of the largest forward pass over prompts that have
+    `max_prompt_tokens`. `capacity` is the tokens of a slot. The number of prompts is rounded up to a power of two, so
+    the pass may have more than `prefill_tokens`, the tokens that it should have at most."""
     bucket = prompt_bucket(max_prompt_tokens, capacity)
     return power_of_two(prompts_per_prefill(bucket, prefill_tokens)), bucket
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least `n`, for n >= 1."""
+    """The smallest power of two that is not below `n`, for n >= 1."""
     return 1 << (n - 1).bit_length()
+
+
+def completion_keys(seed: jax.Array, step: jax.Array, prompt_id: jax.Array, index: jax.Array) -> jax.Array:
+    """Raw threefry keys u32[S, 2] of S completions, by fold_in over seed, `PURPOSE`, step, prompt_id and index. Each
+    argument is u32[S]; `index` is the completion's number in its group. `token_keys` folds in a token's position."""
+
+    def chain(seed, *counters):
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), PURPOSE)
+        for counter in counters:
+            key = jax.random.fold_in(key, counter)
+        return jax.random.key_data(key)
+
+    return jax.vmap(chain)(seed, step, prompt_id, index)
+
+
+def token_keys(keys: jax.Array, position: jax.Array) -> jax.Array:
+    """Typed keys [S] to draw one token of each of S completions, from their raw keys u32[S, 2] of `completion_keys` and
+    the token's `position` in its completion, i32[S], counted from 0."""
+    return jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys, impl="threefry2x32"), position)
+
+
+def sample(
+    logits: jax.Array, keys: jax.Array, temperature: jax.Array, top_p: jax.Array, top_k: jax.Array, min_p: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Draws a token for each of S slots from softmax(logits / temperature), cut to top-k, nucleus and min-p.
+
+    The nucleus is the smallest set of most probable tokens whose mass, under the distribution that top-k left, reaches
+    `top_p`. Min-p keeps tokens of at least `min_p` times the highest probability (arXiv:2407.01082). Top-k and nucleus
+    include tokens that tie with their least probable token. Temperature 0 takes the most probable token (the first of
+    equals) and ignores all cuts. The vocabulary is never sorted: bisection finds the cuts, if some slot asks for one.
+
+    Args:
+      logits: f32[S, V].
+      keys: typed keys [S], from `token_keys`.
+      temperature: f32[S], 0 for greedy.
+      top_p: f32[S] in (0, 1]; 1 is off.
+      top_k: i32[S]; 0 is off.
+      min_p: f32[S] in [0, 1]; 0 is off.
+
+    Returns:
+      (tokens i32[S], log-probabilities f32[S] in nats of the renormalised distribution; 0 where temperature is 0).
+    """
+    greedy = temperature == 0
+    scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+    cut = ((top_p < 1) | (top_k > 0) | (min_p > 0)) & ~greedy
+    floor = jax.lax.cond(
+        cut.any(),
+        lambda: jnp.where(cut, _smallest_kept(scaled, top_p, top_k, min_p), -jnp.inf),
+        lambda: jnp.full(cut.shape, -jnp.inf),
+    )
+    kept = jnp.where(scaled >= floor[:, None], scaled, -jnp.inf)
+    return _draw(kept, keys, greedy)
+
+
+def _draw(logits: jax.Array, keys: jax.Array, greedy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Gumbel-max in two stages: a block of the vocabulary by its mass, then a token within it. This is exact and takes
+    about 2·√V random numbers a slot instead of V. At V = 151,936, V random numbers cost more than the head's matrix
+    product; the cost of 2·√V is too small to measure."""
+    slots, vocabulary = logits.shape
+    width = 1 << (max(vocabulary - 1, 1).bit_length() + 1) // 2
+    blocks = -(-vocabulary // width)
+    padded = jnp.pad(logits, ((0, 0), (0, blocks * width - vocabulary)), constant_values=-jnp.inf)
+    tiled = padded.reshape(slots, blocks, width)
+    peak = tiled.max(-1)
+    origin = jnp.where(jnp.isfinite(peak), peak, 0.0)
+    mass = jnp.log(jnp.exp(tiled - origin[..., None]).sum(-1)) + origin
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (blocks + width,), jnp.float32))(keys)
+
+    def pick(score, sure, offset):
+        drawn = score + noise[:, offset : offset + score.shape[-1]]
+        return jnp.argmax(jnp.where(greedy[:, None], sure, drawn), -1).astype(jnp.int32)
+
+    block = pick(mass, peak, 0)
+    within = jnp.take_along_axis(tiled, block[:, None, None], axis=1)[:, 0]
+    offset = pick(within, within, blocks)
+    logprob = jnp.take_along_axis(within, offset[:, None], axis=1)[:, 0] - jax.nn.logsumexp(mass, axis=-1)
+    return block * width + offset, jnp.where(greedy, 0.0, jnp.minimum(logprob, 0.0))
+
+
+def _smallest_kept(logits: jax.Array, top_p: jax.Array, top_k: jax.Array, min_p: jax.Array) -> jax.Array:
+    """The threshold f32[S] of each slot's logits f32[S, V]: sampling keeps the logits at or above the threshold. The
+    threshold is the highest of three: top-k's, top-p's over the renormalised tokens of top-k, and min-p's, which is the
+    largest logit plus log(min_p). It is at most the largest logit, so sampling keeps a token."""
+    order, vocabulary = _ordered(logits), logits.shape[-1]
+    kept = jnp.where(top_k > 0, jnp.minimum(top_k, vocabulary), vocabulary)
+    kth = _largest_reaching(order, jnp.ones_like(logits), kept)
+    probs = jax.nn.softmax(jnp.where(order >= kth[:, None], logits, -jnp.inf), axis=-1)
+    nucleus = jnp.where(top_p < 1, _largest_reaching(order, probs, top_p), 0)
+    nucleus = jnp.minimum(nucleus, order.max(-1))  # a top_p that is 0 in f32 is reached by no token at all
+    return jnp.maximum(_unordered(jnp.maximum(kth, nucleus)), logits.max(-1) + jnp.log(min_p))
+
+
+def _largest_reaching(order: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:
+    """Largest t u32[S] such that the weights of the entries with order >= t sum to at least `target`; else 0."""
+
+    def set_bit(i, t):
+        candidate = t | jnp.left_shift(jnp.uint32(1), jnp.uint32(31 - i))
+        reached = jnp.where(order >= candidate[:, None], weights, 0.0).sum(-1) >= target
+        return jnp.where(reached, candidate, t)
+
+    return jax.lax.fori_loop(0, 32, set_bit, jnp.zeros(order.shape[0], jnp.uint32))
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """Bit patterns of f32 as u32 in the same order as the numbers."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _unordered(order: jax.Array) -> jax.Array:
+    bits = jnp.where(order >> 31 == 1, order ^ jnp.uint32(1 << 31), ~order)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)

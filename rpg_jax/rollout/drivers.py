@@ -2,7 +2,7 @@
 
 The lockstep driver works in the caller's thread: it prefills, fills free slots, dispatches, reads, and repeats. All
 hosts hold the values on which every decision depends. So the same schedule runs on a mesh that spans hosts, for models
-larger than one host. No other thread takes part, which makes it the fastest driver.
+larger than one host. No other thread takes part, so lockstep is the fastest driver.
 """
 
 import dataclasses
@@ -29,7 +29,8 @@ from rpg_jax.types import Completion
 
 
 class LockstepRollout(Rollout):
-    """Decodes in the thread that calls `generate`. Calls from several threads run one after the other."""
+    """The rollout that decodes in the thread that calls `generate`. Calls from several threads run one after the other.
+    `usage` has the work of all calls."""
 
     split = Split.TOGETHER
 
@@ -38,11 +39,14 @@ class LockstepRollout(Rollout):
         self._busy = threading.Lock()
 
     def sync_weights(self, params: Params | Staged, version: int) -> None:
-        """Waits until no rollout runs."""
+        """Waits until no call samples, then makes `params` the rollout's weights; their completions have `version`."""
         with self._busy:
             super().sync_weights(params, version)
 
     def sample(self, request: Request) -> list[list[Completion]]:
+        """Decodes until all completions have ended; returns those of each prompt in order, [] for one in
+        `request.done`. Raises ValueError if the request does not fit the engine, or has an environment while several
+        hosts decode; and RolloutError if decoding fails, with the fault as its cause."""
         if request.environment is not None and jax.process_count() > 1:
             raise ValueError("lockstep hosts cannot wait for an environment's replies: set rollout.driver=orchestrator")
         groups, chunks = plan(self.engine, request)
@@ -57,7 +61,9 @@ class LockstepRollout(Rollout):
         return completions_of(request, groups, version)
 
     def stream(self, request: Request) -> Iterator[np.ndarray]:
-        """Yields the tokens i32[n] of the request's only completion, dispatch by dispatch."""
+        """Yields the tokens i32[n] of the request's only completion, dispatch by dispatch. A dispatch begins when the
+        caller asks for more; until the end, other calls wait. Raises ValueError if the request does not fit the
+        engine."""
         groups, chunks = plan(self.engine, request)
         [[row]], taken = groups, 0
         with self._busy:
@@ -94,11 +100,11 @@ class Driver:
     """One way to run a rollout. Code that treats drivers differently asks this declaration, not the name.
 
     Attributes:
-      make: makes its `Rollout` from the model's config and graphdef, `Weights` and `Decoding`.
-      spans_hosts: one rollout decodes all prompts on a mesh over all hosts. Otherwise each host decodes its share of
-        the prompts, on its own devices.
-      needs: a package that need not be installed; without it lockstep takes over.
-      remote: servers sample for a trainer; `make` is None.
+      make: makes the `Rollout` from the model's config and graphdef, `Weights` and `Decoding`; None if `remote`.
+      spans_hosts: whether one rollout decodes all prompts on a mesh over all hosts. Otherwise each host decodes its
+        share of the prompts, on its own devices.
+      needs: the name of a Python package without which lockstep takes over; "" if the driver needs none.
+      remote: whether servers sample for a trainer, in other processes.
     """
 
     make: Callable[[DecoderConfig, nnx.GraphDef, Weights, Decoding], Rollout] | None
@@ -122,14 +128,15 @@ DRIVERS = {
     "lockstep": Driver(lambda *model: LockstepRollout(DecodeEngine(*model)), spans_hosts=True),
     "servers": Driver(None, remote=True),
 }
-"""By the value of the config field `rollout.driver`."""
+"""The drivers by the value of the config field `rollout.driver`."""
 
 LOCAL_DRIVERS = [name for name, driver in DRIVERS.items() if not driver.remote]
-"""The drivers that `make_rollout` makes."""
+"""The names of the drivers that `make_rollout` makes."""
 
 
 def find_driver(name: str) -> Driver:
-    """The driver of that name, or lockstep where its package is not installed. Raises ValueError if there is none."""
+    """The driver `name` of `DRIVERS`. If the package that it needs is not installed, the first call prints that to
+    stderr, and every call returns lockstep. Raises ValueError for an unknown name."""
     if name not in DRIVERS:
         raise ValueError(f"unknown rollout driver {name!r}; known: {', '.join(DRIVERS)}")
     found = DRIVERS[name]
@@ -156,11 +163,15 @@ def make_rollout(
     base: Base | None = None,
     merge: bool = False,
 ) -> Rollout:
-    """The rollout of a driver, over a model of `config` and `graphdef` with the trainer's `params` as version 0.
+    """Makes a rollout in this process, with the trainer's `params` as version 0 of its weights. Raises ValueError if
+    the driver is unknown or remote, or if JetStream lacks a package that it needs.
 
-    If `params` are adapters, `base` are the frozen weights. `Weights` describes `base` and `merge`.
-
-    Raises ValueError if the driver is unknown or remote, or lacks a package that its own package needs.
+    Args:
+      driver: one of `LOCAL_DRIVERS`. If the driver needs a package that is not installed, lockstep takes over.
+      config, graphdef: of the model; `nnx.merge(graphdef, params)` gives the module.
+      decoding: the slots and devices, and the dtype and layout of the rollout's weights.
+      base: the frozen weights if `params` are adapters; else None.
+      merge: whether each sync computes the weights from `base` and the adapters. Otherwise a sync moves adapters only.
     """
     make = find_driver(driver).make
     if make is None:

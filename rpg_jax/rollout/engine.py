@@ -1,8 +1,8 @@
 """The engine of the local drivers: prefill, insert, generate and extend over a fixed set of slots.
 
-`prefill` computes a prompt's cache once. `insert` copies it into a slot, with the completion's key and sampling
-parameters. `generate` draws tokens until the slot's own stop rule holds. `extend` appends an environment's tokens; then
-the slot draws on. Slots never see each other, and keys never see slots.
+A slot holds one completion at a time. `prefill` computes a prompt's cache once. `insert` copies the cache into a slot,
+with the completion's key and sampling parameters. `generate` draws tokens until the slot's own stop rule holds.
+`extend` appends an environment's tokens; then the slot draws on. Slots never see each other, and keys never see slots.
 
 With n threads, slot s is slot s // n of thread s % n. Each thread has its own decode state and launches its own
 programs. On a CPU, XLA runs the programs of one thread one after the other, so more threads use more cores.
@@ -24,25 +24,24 @@ from rpg_jax import parallel
 from rpg_jax.models import DecoderConfig
 from rpg_jax.models.logical import constrain
 from rpg_jax.rollout.decode_state import DecodeResult, DecodeState, Extension, Extensions, Insertion, Insertions, Prefix
-from rpg_jax.rollout.decoding import Decoding, attention_bucket, prompt_bucket
-from rpg_jax.rollout.sampling import token_keys
+from rpg_jax.rollout.decoding import Decoding, attention_bucket, prompt_bucket, token_keys
 from rpg_jax.rollout.weights import Weights
 
 State = tuple[DecodeState, ...]
 """The decode state of each thread."""
 
 TOP_TOKENS = 20
+"""The most probable tokens that `DecodeEngine.score` gives at each place."""
 _SCORED_TOGETHER = 128  # positions whose logits exist at one time
 
 
 class Scores(NamedTuple):
-    """The model's own log-probabilities of a text's tokens, at temperature 1 and without truncation.
-
+    """The model's own log-probabilities, in nats, of the T tokens of a text, at temperature 1 and without truncation.
     Entry t is of token t given tokens 0 to t - 1. Entry 0 has no meaning, because no token precedes token 0.
 
     Attributes:
       logprobs: f32[T], of the text's tokens.
-      top_logprobs, top_ids: f32[T, K] and i32[T, K], of the K most probable tokens at each place, the best first.
+      top_logprobs, top_ids: f32[T, K] and i32[T, K], the K most probable tokens of each place, the best first.
     """
 
     logprobs: Any
@@ -51,13 +50,15 @@ class Scores(NamedTuple):
 
 
 class DecodeEngine:
-    """A model, its weights, and the compiled programs that decode with them.
+    """A model, its weights, and the compiled programs that decode with them. The caller owns the decode state.
+
+    The state is donated to each method that returns a new state: the arrays of the old state must not be used again.
+    The constructor raises ValueError if the mesh does not divide the slots or the heads.
 
     Args:
       config, graphdef: of the model; `nnx.merge(graphdef, params)` gives the module.
       weights: every dispatch reads the current params from this object.
-
-    Raises ValueError if the mesh does not divide the slots or the heads.
+      decoding: the number of slots, their capacity, and the devices.
     """
 
     def __init__(self, config: DecoderConfig, graphdef: nnx.GraphDef, weights: Weights, decoding: Decoding):
@@ -73,17 +74,18 @@ class DecodeEngine:
         self._split: tuple[Any, Any] = None, None  # weights, and the arrays of each of their layers
 
     def init_decode_state(self) -> State:
-        """The decode state in which all slots are free."""
+        """Allocates the decode state in which all slots are free."""
         with self.weights.lock, self._scope():
             return tuple(self._programs.init() for _ in self._threads)
 
     def prefill(self, *, tokens: np.ndarray, lengths: np.ndarray) -> Prefix:
-        """Reads right-padded prompts i32[P, T] in one forward pass. `lengths` i32[P] do not count the padding."""
+        """The `Prefix` of P prompts, by one forward pass. `tokens` i32[P, T] are padded on the right; `lengths` i32[P]
+        do not count the padding."""
         with self.weights.pinned() as params, self._scope():
             return self._programs.prefill(params, tokens, lengths)
 
     def insert(self, prefix: Prefix, state: State, rows: Sequence[Insertion]) -> State:
-        """Copies rows of `prefix` into slots and starts them. The state is donated."""
+        """The new state, after the rows of `prefix` that `rows` names were copied into slots, which become active."""
         with self.weights.lock, self._scope():
             return tuple(
                 self._programs.insert(one, prefix, Insertions.of(share, self._places)) if share else one
@@ -91,10 +93,8 @@ class DecodeEngine:
             )
 
     def extend(self, state: State, rows: Sequence[Extension], shape: tuple[int, int]) -> State:
-        """Appends tokens to slots that are not active.
-
-        It prefills the tokens in batches of `shape`. The state is donated.
-        """
+        """Appends an environment's tokens to slots that are not active. Returns the new state. Each thread reads its
+        rows in one forward pass of `shape` (rows, tokens of each); the rest of the shape is padding."""
         with self.weights.pinned() as params, self._scope():
             return tuple(
                 self._programs.extend(params, one, Extensions.of(share, self._places, shape)) if share else one
@@ -104,13 +104,14 @@ class DecodeEngine:
     def generate(
         self, state: State, *, idle: int | None = None, attend_length: int | None = None
     ) -> tuple[State, Sequence[DecodeResult]]:
-        """Draws up to K tokens per slot in one dispatch, for `fetch` to read. The state is donated.
+        """Draws up to `decoding.steps_per_dispatch` tokens for each active slot, in one dispatch. Returns the new
+        state, and the result of each thread on its devices. `fetch` waits for the results, this call need not.
 
         Args:
           idle: the dispatch ends as soon as so many slots have become idle, so that they can be refilled. With several
             threads, each thread ends once its share of `idle` is reached. None: the dispatch ends with the last slot.
-          attend_length: the caller promises that at the end of the dispatch no prompt with its completion is longer.
-            None stands for the capacity.
+          attend_length: the caller promises that at the end of the dispatch no prompt with its completion has more
+            tokens. None stands for the capacity.
         """
         attend = self._attended(attend_length)
         with self.weights.pinned() as params:
@@ -129,14 +130,15 @@ class DecodeEngine:
         return tuple(state for state, _ in results), [drawn for _, drawn in results]
 
     def release(self, state: State, slots: Sequence[int]) -> State:
-        """Ends the completions in `slots`, because their caller has cancelled them. The state is donated."""
+        """Makes `slots` inactive, because the caller has cancelled their completions. Returns the new state."""
         mask = np.zeros(self.decoding.slots, bool)
         mask[slots] = True
         with self.weights.lock, self._scope():
             return tuple(self._programs.stop(one, mask[i :: len(state)]) for i, one in enumerate(state))
 
     def fetch(self, drawn: Sequence[DecodeResult]) -> DecodeResult:
-        """The result on the host, without the columns of steps that no thread took."""
+        """Waits for the results of a dispatch, one of each thread, and returns one result of all slots on the host, as
+        numpy arrays. Steps in which no slot drew a token are left out."""
         parts = jax.device_get(drawn)  # [S / n, …] of each thread
         merged = jax.tree.map(lambda *arrays: np.stack(arrays, 1).reshape(-1, *arrays[0].shape[1:]), *parts)
         taken = int(merged.counts.max())
@@ -144,7 +146,8 @@ class DecodeEngine:
         return replace(merged, **{name: None if x is None else x[:, :taken] for name, x in by_step.items()})
 
     def score(self, tokens: np.ndarray) -> Scores:
-        """The scores of the tokens i32[T] of a text, on the host, with K = `TOP_TOKENS` or the vocabulary's size."""
+        """The scores of the tokens i32[T] of a text, as numpy arrays, with K = `TOP_TOKENS` or the size of a smaller
+        vocabulary. Blocks. T is from 1 to the capacity of a slot; a longer text raises ValueError."""
         padded = np.zeros(prompt_bucket(len(tokens), self.decoding.capacity), np.int32)
         padded[: len(tokens)] = tokens
         with self.weights.pinned() as params, self._scope():
@@ -152,10 +155,8 @@ class DecodeEngine:
         return jax.tree.map(lambda x: np.roll(x, 1, axis=0)[: len(tokens)], jax.device_get(scores))
 
     def lower(self, prompts: int, length: int) -> dict[str, jax.stages.Lowered]:
-        """The lowered programs "prefill", for `prompts` prompts of `length` tokens, and "decode", over a full cache.
-
-        The engine's weights may be ShapeDtypeStructs.
-        """
+        """The lowered programs {"prefill": for `prompts` prompts of `length` tokens, "decode": over a full cache}.
+        Nothing runs or is compiled. The engine's weights may be ShapeDtypeStructs."""
         mesh = self.decoding.mesh
         sharding = None if mesh is None else jax.NamedSharding(mesh, jax.P())
         tokens = jax.ShapeDtypeStruct((prompts, length), jnp.int32, sharding=sharding)

@@ -11,17 +11,17 @@ from rpg_jax.rollout.decode_state import MAX_STOP_TOKENS
 from rpg_jax.types import Completion, FinishReason, Sampling, Turns
 
 OnGroup = Callable[[int, list[Completion]], None]
-"""Receives a group's place in the request and its completions."""
+"""Receives the place of a prompt in its request, and the completions of the prompt, complete and in order."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """An environment's answer to one turn.
+    """An environment's answer to one turn, which is what the policy writes between two observations.
 
     Attributes:
-      tokens: i32[m], m >= 1, that the policy reads before its next turn; None ends the conversation.
+      tokens: i32[m], m >= 1, the observation, which the policy reads before its next turn; None ends the conversation.
       reward: the reward of the turn.
-      error: the kind of failure, one of `rewards.KINDS`, that ended the conversation.
+      error: the kind of failure, one of `rewards.KINDS`, that ended the conversation; None without a failure.
       out_of_turns: the limit of turns ended the conversation, and the environment would have continued it.
     """
 
@@ -32,7 +32,7 @@ class Reply:
 
 
 class Responder(Protocol):
-    """An environment as a rollout sees it: tokens of a turn in, tokens of the next observation out."""
+    """An environment as a rollout sees it: tokens of the policy's turn in, tokens of the next observation out."""
 
     @property
     def turn_tokens(self) -> int:
@@ -40,23 +40,22 @@ class Responder(Protocol):
         ...
 
     def respond(self, place: int, index: int, tokens: np.ndarray, finish_reason: FinishReason) -> Future[Reply]:
-        """Asks for the reply to the next turn i32[n] of completion `index` of the prompt at `place`. Never waits.
-
-        A turn that ended with "length" ends the conversation: its reply has no tokens. The future has no exception: a
-        failure of the environment is a `Reply` with its kind.
-        """
+        """Asks for the reply to a turn, and returns its future at once. The turn is the next one of completion `index`
+        of the group at `place` in the request; its tokens are i32[n]. A `finish_reason` "length" ends the conversation:
+        the reply has no tokens. The future never raises: a failure of the environment is a `Reply` with an `error`."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a prompt's completions begin in a call that draws only a part of them, see `training.partial`.
+    """How a prompt's completions begin, in a request that may draw only a part of each completion.
 
     Attributes:
-      seed, step: counters of the random keys.
-      max_tokens: the most tokens of a completion after the call, `drawn` included.
-      index: the completion that goes on; its tokens so far are the end of the prompt. None: the whole group begins.
-      drawn: the number of these tokens.
+      seed, step: counters of the random keys, in place of the request's.
+      max_tokens: the most tokens of a completion after the request, `drawn` included.
+      index: the number in its group of the one completion that goes on. The tokens that earlier requests drew are the
+        end of the prompt. None: all completions of the group begin.
+      drawn: the number of tokens that earlier requests drew.
     """
 
     seed: int
@@ -68,7 +67,7 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """`group_size` completions of each prompt.
+    """Asks a rollout for `group_size` completions of each prompt. A place is the index of a prompt in `prompts`.
 
     Attributes:
       prompts: i32[n] token ids each, n >= 1.
@@ -78,14 +77,15 @@ class Request:
       seed, step: counters of the random keys, used modulo 2^32.
       done: places of prompts whose groups the caller already has. These groups are not sampled and come back empty.
         Other prompts run in programs of the same shapes as without `done`.
-      on_group: receives each group once, as soon as the group is complete. Other threads wait while `on_group`
-        runs, so it should only note the group down.
+      on_group: receives each group once, as soon as the group is complete, perhaps in another thread. Other threads
+        wait while `on_group` runs, so it should only note the group down.
       expected: tokens of a mean completion of each prompt; None where unknown. The longest completions begin first.
       environment: answers every turn. A completion then is a conversation of at most `sampling.max_tokens` tokens, the
         environment's tokens included. None: a completion is one turn.
-      starts: of each prompt; None: all completions begin, and no call goes on with them.
+      starts: how the completions of each prompt begin; None: all begin anew, with this request's counters and limit.
 
-    Raises ValueError for a value out of range, and for a prompt that is no 1-D array of at least one token.
+    Raises ValueError unless there is one id per prompt, `group_size` is at least 1, there are at most `MAX_STOP_TOKENS`
+    stop tokens, `top_k` is below 2^31, and each prompt is a 1-D array of at least one token.
     """
 
     prompts: Sequence[np.ndarray]
@@ -118,7 +118,8 @@ class Request:
                 )
 
     def check_fits(self, *, capacity: int, vocab_size: int) -> None:
-        """Raises ValueError if slots of `capacity` tokens and this vocabulary cannot serve the request as asked."""
+        """Raises ValueError if a stop token or a prompt's token is not below `vocab_size` or is negative, or if a
+        prompt with `sampling.max_tokens` more tokens is longer than `capacity`, the tokens of a slot."""
         stop, max_tokens = self.sampling.stop_token_ids, self.sampling.max_tokens
         if not all(0 <= token < vocab_size for token in stop):
             raise ValueError(f"stop tokens must be in the vocabulary 0..{vocab_size - 1}, got {stop}")
@@ -137,54 +138,47 @@ class Request:
 
     @property
     def order(self) -> list[int]:
-        """The places in the order in which to begin them: the longest expected completions first, then the longest
-        prompts. An unknown expected length counts as the mean of the known lengths."""
+        """All places in the order in which to begin them: the longest expected completions first; among equals, the
+        longest prompts first. An unknown expected length counts as the mean of the known lengths."""
         known = self.expected or [None] * len(self.prompts)
         usual = float(np.mean([n for n in known if n is not None] or [0]))
         to_come = [usual if n is None else n for n in known]
         return sorted(range(len(known)), key=lambda i: (-to_come[i], -len(self.prompts[i])))
 
     def start(self, place: int) -> Start:
-        """Where the completions of the prompt at `place` begin."""
+        """How the completions of the prompt at `place` begin; without `starts`, with the request's own values."""
         return self.starts[place] if self.starts else Start(self.seed, self.step, self.sampling.max_tokens)
 
     def indices(self, place: int) -> Sequence[int]:
-        """The numbers in their group of the completions of the prompt at `place`."""
+        """The numbers of the completions that the request draws of the group at `place`: from 0 to `group_size` - 1, or
+        only the one that goes on."""
         index = self.start(place).index
         return range(self.group_size) if index is None else [index]
 
     def rows(self, place: int) -> "list[Row]":
-        """The completions in the making of the prompt at `place`; none if the caller has them."""
+        """New completions in the making, in the order of `indices(place)`; [] if `place` is in `done`."""
         if place in self.done:
             return []
-        start, prompt = self.start(place), self.prompts[place]
+        start, prompt, prompt_id = self.start(place), self.prompts[place], self.prompt_ids[place]
         sampling = dataclasses.replace(self.sampling, max_tokens=start.max_tokens)
-        return [
-            Row(
-                prompt,
-                (start.seed, start.step, self.prompt_ids[place], index),
-                sampling,
-                place,
-                start.drawn,
-                environment=self.environment,
-            )
-            for index in self.indices(place)
-        ]
+        origins = [(start.seed, start.step, prompt_id, index) for index in self.indices(place)]
+        return [Row(prompt, origin, sampling, place, start.drawn, self.environment) for origin in origins]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Transcript:
-    """The tokens of a completion so far, in pieces: one for each dispatch and each observation.
+    """The tokens of a completion so far, in pieces: one for each dispatch and each observation of an environment.
+    Tokens that earlier requests drew are in the prompt instead.
 
     Attributes:
-      tokens, logprobs: i32[n] and f32[n]; an observation's log-probabilities are 0.
-      experts: [n, L, k], see `types.Completion`; none if they are not recorded.
-      versions: for each piece, the version of the weights.
-      count: the number of tokens.
+      tokens, logprobs: i32[n] and f32[n] of each piece; an observation's log-probabilities are 0.
+      experts: [n, L, k] of each piece, the k experts of each token in each of L layers; [] if they are not recorded.
+      versions: for each piece, the version of the weights that drew or read it.
+      count: the number of tokens of all pieces.
       turn_start: the number of tokens before the present turn.
-      observations: (first, end) of each observation.
-      rewards, error: the rewards of all replies, and the error of the last reply.
-      cut: "length" where an observation, with a token to draw after it, did not fit; "turns" at the limit of turns.
+      observations: (first, end) of each observation: the index of its first token, and the index after its last token.
+      rewards, error: the rewards of all replies, and the error of the last reply, None without an error.
+      cut: "length" if an observation and a token after it did not fit; "turns" at the limit of turns; else None.
     """
 
     tokens: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -199,7 +193,8 @@ class Transcript:
     cut: FinishReason | None = None
 
     def extend(self, tokens: np.ndarray, logprobs: np.ndarray, version: int, experts: np.ndarray | None = None) -> None:
-        """Adds tokens that weights of `version` drew, or read as an observation."""
+        """Adds a piece, unless it is empty: tokens i32[n] that weights of `version` drew or read, their
+        log-probabilities f32[n], and their experts [n, L, k]."""
         if not len(tokens):
             return
         self.tokens.append(tokens)
@@ -209,7 +204,7 @@ class Transcript:
         self.count += len(tokens)
 
     def observe(self, tokens: np.ndarray, version: int) -> None:
-        """Adds an observation; the next turn begins after it."""
+        """Adds an observation i32[n], which weights of `version` read; the next turn begins after it."""
         first = self.count
         self.extend(np.asarray(tokens, np.int32), np.zeros(len(tokens), np.float32), version)
         self.observations.append((first, self.count))
@@ -221,14 +216,14 @@ class Row:
     """One completion in the making.
 
     Attributes:
-      prompt: i32[n]; the tokens that earlier calls have drawn are its end.
+      prompt: i32[n]; the tokens of the completion that earlier requests have drawn are its end.
       counters: (seed, step, prompt_id, index), the origin of the completion's random key.
       sampling: the sampling parameters of the whole completion.
       group: the prompt's place in the request.
-      drawn: the number of tokens that earlier calls have drawn. `sampling.max_tokens` counts them.
+      drawn: the number of tokens that earlier requests have drawn. `sampling.max_tokens` counts them.
       environment: answers the completion's turns; None for a completion of one turn.
-      channel: a driver with threads reports this row here; None for other drivers.
-      prompt_row: the row of the prefill that has the tokens so far.
+      channel: the `Channel` to which JetStream's driver reports this row; None for other drivers.
+      prompt_row: the row of the `Prefix` that has the tokens so far.
       prompt_experts: the `Prefix.experts` of that prefill, which wait on the device until a completion needs them.
       cancelled: the caller no longer wants the completion; its slot is freed at the next dispatch.
       transcript: the tokens of the policy and of the environment, in order.
@@ -255,7 +250,8 @@ class Row:
 
     @property
     def limit(self) -> int:
-        """The most tokens that the transcript has at the end of its present turn."""
+        """The most tokens that `transcript` may have at the end of the present turn, by the limit of the completion and
+        by the environment's limit of a turn."""
         most = self.sampling.max_tokens - self.drawn
         return (
             most if self.environment is None else min(most, self.transcript.turn_start + self.environment.turn_tokens)
@@ -263,23 +259,24 @@ class Row:
 
     @property
     def of_turn(self) -> Sampling:
-        """`sampling`, with the present turn's limit."""
+        """`sampling` for the present turn: with an environment, its `max_tokens` is `limit`."""
         return self.sampling if self.environment is None else dataclasses.replace(self.sampling, max_tokens=self.limit)
 
     @property
     def context(self) -> np.ndarray:
-        """i32[length], the prompt and the completion so far."""
+        """i32[`length`], the tokens of the prompt and of the completion so far."""
         return np.concatenate([self.prompt, *self.transcript.tokens])
 
     def ask(self) -> Future[Reply]:
-        """Asks the environment for its reply to the turn that has just ended."""
+        """Asks the environment, which must not be None, for its reply to the turn that has just ended. Returns the
+        future of the reply at once."""
         assert self.environment is not None
         turn = np.concatenate(self.transcript.tokens)[self.transcript.turn_start :]
         return self.environment.respond(self.group, self.counters[-1], turn, self._reason(turn))
 
     def take(self, reply: Reply, version: int) -> bool:
-        """Notes a reply, and returns whether the completion goes on. The completion ends if an observation leaves no
-        room for a token."""
+        """Notes a reply in `transcript`, and returns whether the completion goes on. It goes on if the reply has an
+        observation, which weights of `version` will read, and the observation leaves room for a token."""
         self.transcript.rewards.append(reply.reward)
         self.transcript.error = reply.error
         if reply.out_of_turns:
@@ -293,7 +290,7 @@ class Row:
         return True
 
     def completion(self) -> Completion:
-        """The completion of a row that has ended."""
+        """The completion, for a row that has ended. Later calls return the same object."""
         if self.made is None:
             transcript = self.transcript
             tokens, logprobs = np.concatenate(transcript.tokens), np.concatenate(transcript.logprobs)

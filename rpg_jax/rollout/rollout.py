@@ -1,8 +1,8 @@
 """The interface of a rollout, and the way of a request: through the journal, among the hosts, to the driver.
 
 `Rollout.generate` is the only entry. It asks the journal for groups that are complete already. The driver samples the
-others, by `sample`. Where hosts share one list of prompts, `sample_from_shared_list` gives the driver one parcel of
-prompts after the other.
+other groups, by `sample`. Where hosts share one list of prompts, `sample_from_shared_list` gives the driver one parcel
+of prompts after the other. A host is a process of the run; a place is the index of a prompt in its request.
 """
 
 import abc
@@ -36,11 +36,11 @@ Key = dict[str, Any]
 
 
 class Split(enum.Enum):
-    """How the hosts divide the prompts of a call.
+    """How the n hosts of a run divide the prompts of a call of `Rollout.generate`.
 
     SHARE: each host asks for its share, every n-th prompt.
-    TOGETHER: all hosts ask for all prompts, and decode each of them together.
-    TAKEN: all hosts ask for all prompts, and each host samples the prompts that it takes from a shared list.
+    TOGETHER: all hosts ask for all prompts, decode each prompt together, and get all groups.
+    TAKEN: all hosts ask for all prompts, and each host samples and gets the groups that it takes from a shared list.
     """
 
     SHARE = enum.auto()
@@ -56,11 +56,9 @@ class Rollout(abc.ABC):
     logits differently: in float32 the tokens are still the same, unless two logits agree to seven digits; in bfloat16
     a completion may change where two tokens are almost equally probable.
 
-    A driver that cannot take new weights while it decodes overrides `sync_weights`.
-
     Attributes:
-      apart: completions are sampled in processes of their own. `generate`, `exchange` and a sync of staged weights then
-        launch no program here, so any thread may call them on any number of hosts.
+      apart: whether completions are sampled in other processes. `generate`, `exchange` and a sync of staged weights
+        then launch no program here, so any thread may call them on any number of hosts.
       split: how several hosts divide the prompts. Only a `Feedable` rollout can have TAKEN.
       engine: the `DecodeEngine` that decodes in this process; None where another program decodes.
     """
@@ -71,42 +69,42 @@ class Rollout(abc.ABC):
     split: Split = Split.SHARE
 
     def stage_weights(self, params: Params) -> Staged:
-        """A copy of the trainer's weights, which any thread may sync and verify later."""
+        """A copy of the trainer's weights in the rollout's dtype, which any thread may sync and verify later. The copy
+        stays valid when the trainer donates `params`."""
         return self.weights.stage(params)
 
     def sync_weights(self, params: Params | Staged, version: int) -> None:
-        """Makes `params` the rollout's weights; completions carry `version`.
-
-        If dtype and layout are the trainer's, nothing is copied. A trainer that donates these arrays must sync again
-        before the next `generate`.
-        """
+        """Makes `params` the rollout's weights from the next dispatch on; their completions have `version`. Drivers
+        that take no new weights while they decode wait. If dtype and layout are the trainer's, nothing is copied: a
+        trainer that donates these arrays must sync again before the next `generate`."""
         self.weights.sync(params, version)
 
     def verify_weights(self, params: Params | Staged) -> None:
-        """Raises RolloutError unless the rollout's weights are `params` in its dtype, bit for bit."""
+        """Raises RolloutError unless the rollout's weights are `params` in the rollout's dtype, bit for bit."""
         self.weights.verify(params)
 
     def weights_checksum(self) -> int:
-        """`weights_checksum` of the rollout's weights, in its dtype."""
+        """A 64-bit checksum of the weights that were synced last, in the rollout's dtype; the same in every layout."""
         return self.weights.checksum()
 
     def generate(self, request: Request, journal: "GroupJournal | None" = None) -> Groups:
-        """The completions of each prompt, in the order of the prompts; [] where another host took the prompt.
+        """Blocks until the completions are drawn, and returns those of each prompt, in the order of the prompts.
 
-        With a journal, only the groups that the journal lacks are sampled. The completions are the same without it.
+        A prompt has [] if it is in `request.done`, or if another host took it. With a journal, only the groups that the
+        journal lacks are sampled, and the journal keeps them. The completions are the same without a journal. If
+        `split` is not SHARE, all hosts call this together, with the same prompts.
 
-        Raises:
-          ValueError: a prompt or a sampling parameter does not fit.
-          RolloutError: sampling failed; its cause is the fault. The next call starts afresh.
+        Raises ValueError if a token is not in the vocabulary, or a prompt with its limit of tokens is longer than a
+        slot; RolloutError, perhaps with a cause, if sampling fails: the next call starts afresh.
         """
         if journal is None:
             return self._sampled(request)
-        kept = journal.look_up(request, self.weights, self.split)
-        for place, group in kept.groups.items():
+        found, missing = journal.look_up(request, self.weights, self.split)
+        for place, group in found.items():
             if request.on_group is not None:
                 request.on_group(place, group)
-        groups = self._sampled(journal.missing(request, kept)) if kept.lacks else [[] for _ in request.prompts]
-        return [kept.groups.get(place, group) for place, group in enumerate(groups)]
+        groups = [[] for _ in request.prompts] if missing is None else self._sampled(missing)
+        return [found.get(place, group) for place, group in enumerate(groups)]
 
     def _sampled(self, request: Request) -> Groups:
         if self.split is Split.TAKEN:
@@ -116,14 +114,16 @@ class Rollout(abc.ABC):
 
     @abc.abstractmethod
     def sample(self, request: Request) -> Groups:
-        """Samples the completions of each prompt, in this process or by servers. Raises as `generate` does."""
+        """Samples the completions of each prompt, here or by servers, and returns them in the order of the prompts; []
+        for one in `request.done`. Raises ValueError if the request does not fit the engine, and RolloutError if
+        sampling fails."""
 
     def exchange(self, value: bytes) -> list[bytes]:
-        """The `value` of every host that generates, in the order of the hosts."""
+        """The `value` of every host, in the order of the hosts. All hosts call this together, and wait for all."""
         return hosts.all_gather_bytes(value)
 
     def take_counts(self) -> dict[str, float]:
-        """Metrics of the programs that sample, since the last call; only servers have any."""
+        """Metrics, by name, of the servers that sample, for the time since the last call; {} without servers."""
         return {}
 
     def close(self) -> None:  # noqa: B027, most drivers hold nothing to end
@@ -131,39 +131,22 @@ class Rollout(abc.ABC):
 
 
 class Feedable(Rollout):
-    """A rollout that takes further requests while it samples others."""
+    """A rollout that takes further requests while it samples others. A driver implements `begin` and `has_room`."""
 
     def sample(self, request: Request) -> Groups:
+        """Begins the request, and waits for its completions: those of each prompt, in the order of the prompts."""
         with self.begin(request) as completions:
             return completions()
 
     @abc.abstractmethod
     def begin(self, request: Request) -> AbstractContextManager[Callable[[], Groups]]:
-        """Begins to sample, and gives a function that waits for the completions. An exception gives the request up."""
+        """Begins to sample, and gives the block a function that waits for the completions and returns those of each
+        prompt, in the order of the prompts. An exception in the block cancels the request."""
 
     @property
     @abc.abstractmethod
     def has_room(self) -> bool:
         """Whether no completion waits for a slot. Raises RolloutError if the threads that sample have ended."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Kept:
-    """The groups of a request that a journal has.
-
-    Attributes:
-      keys: of all groups, by place.
-      groups: the groups that this host returns, by place.
-      elsewhere: the places of the groups that other hosts return.
-      lacks: some group is to be sampled.
-      split: how hosts divide the prompts.
-    """
-
-    keys: list[Key]
-    groups: dict[int, list[Completion]]
-    elsewhere: frozenset[int]
-    lacks: bool
-    split: Split
 
 
 class GroupJournal:
@@ -179,14 +162,19 @@ class GroupJournal:
     prompts from a list return a group once: one of the hosts that have found the group returns it.
 
     Args:
-      settings: of the decoding, by name; JSON-able.
+      journal: stores this host's groups across restarts.
+      settings: the settings of decoding on which completions depend, by name, as JSON can hold them.
     """
 
     def __init__(self, journal: Journal, settings: Mapping[str, Any]):
         self._journal, self._settings = journal, dict(settings)
 
-    def look_up(self, request: Request, weights: Weights, split: Split) -> Kept:
-        """The groups of `request` under `weights` that the journal has. Hosts that ask for the same prompts meet."""
+    def look_up(
+        self, request: Request, weights: Weights, split: Split
+    ) -> tuple[dict[int, list[Completion]], Request | None]:
+        """Looks for the groups of `request` under `weights`. If `split` is not SHARE, all hosts call this together.
+        Returns the groups that this host has found and returns, by place, and `request` without the groups that any
+        host has; None if no group is missing. When that request completes a group, the journal keeps the group."""
         keys, wanted = self._keys(request, weights), len(request.prompts)
         sizes = [len(request.indices(place)) for place in range(wanted)]
         found, elsewhere = self._journal.find(keys), frozenset[int]()
@@ -198,19 +186,17 @@ class GroupJournal:
         there = elsewhere.union(found)
         completions = sum(sizes[place] for place in there)
         self._journal.count(request.step, found=completions, sampled=sum(sizes) - completions)
-        return Kept(keys, found, elsewhere, len(there) < wanted, split)
-
-    def missing(self, request: Request, kept: Kept) -> Request:
-        """`request` without the groups that the journal has. The journal keeps each group that is completed."""
+        if len(there) == wanted:
+            return found, None
 
         def note(place: int, group: list[Completion]) -> None:
-            mine = kept.split is not Split.TOGETHER or place % jax.process_count() == jax.process_index()
-            if mine and _is_sound(group, kept.keys[place]["version"]):
-                self._journal.add(kept.keys[place], group)
+            mine = split is not Split.TOGETHER or place % jax.process_count() == jax.process_index()
+            if mine and _is_sound(group, keys[place]["version"]):
+                self._journal.add(keys[place], group)
             if request.on_group is not None:
                 request.on_group(place, group)
 
-        return dataclasses.replace(request, done=kept.elsewhere.union(kept.groups), on_group=note)
+        return found, dataclasses.replace(request, done=there, on_group=note)
 
     def _keys(self, request: Request, weights: Weights) -> list[Key]:
         common = {
@@ -222,14 +208,12 @@ class GroupJournal:
             **dataclasses.asdict(request.sampling),
             **self._settings,
         }
-        starts = [{"start": dataclasses.asdict(start)} for start in request.starts or ()]
+        starts = [{"start": dataclasses.asdict(start)} for start in request.starts or ()] or [{}] * len(request.prompts)
         return [
             common
             | {"prompt_id": int(i), "prompt": hashlib.sha256(prompt.astype("<i4").tobytes()).hexdigest()[:16]}
             | start
-            for i, prompt, start in zip(
-                request.prompt_ids, request.prompts, starts or [{}] * len(request.prompts), strict=True
-            )
+            for i, prompt, start in zip(request.prompt_ids, request.prompts, starts, strict=True)
         ]
 
 
@@ -250,11 +234,8 @@ def _divided(found: dict[int, list[Completion]]) -> tuple[dict[int, list[Complet
 
 
 def _is_sound(group: list[Completion], version: int) -> bool:
-    """Whether a group is a function of its key. The next process must not find another group.
-
-    Log-probabilities that are not finite stop the run. An environment's failure by chance, as a timeout, does not: the
-    next process asks the environment again.
-    """
+    """Whether a group is a function of its key: the next process must not find another group. Log-probabilities that
+    are not finite stop the run. A chance failure of an environment does not: the next process asks it again."""
     return all(
         c.weight_version == version
         and np.isfinite(c.logprobs).all()
@@ -264,20 +245,19 @@ def _is_sound(group: list[Completion], version: int) -> bool:
 
 
 def sample_from_shared_list(rollout: Feedable, request: Request) -> Groups:
-    """The groups that this host takes from a list of all hosts, in their places; groups of other hosts are [].
+    """Samples the prompts that this host takes from a list of all hosts. All hosts call this together. Returns the
+    groups in the order of the prompts; [] for a prompt of another host, and for one in `request.done`.
 
     With a fixed share of the prompts, all hosts would wait for the host whose completions are the longest. So a host
-    takes the next parcel when nothing waits for its slots. It never has more than its part of the list in progress.
-
-    The parcels depend on the prompts and the number of hosts only. So the programs, and with them the rounding, do not
-    depend on which host takes a parcel.
+    takes the next parcel of `parcels_of` when nothing waits for its slots. It never has more than its part of the list
+    in progress. The programs, and with them the rounding, do not depend on which host takes a parcel.
     """
     parcels = [parcel for parcel in parcels_of(request) if not request.done.issuperset(parcel)]
     most, progress = math.ceil(len(parcels) / jax.process_count()), list[_Parcel]()
     next_one, groups = hosts.SharedCounter(), [list[Completion]() for _ in request.prompts]
     with contextlib.ExitStack() as begun:
         while True:
-            while progress and not (rollout.has_room and sum(not one.complete for one in progress) < most):
+            while progress and not (rollout.has_room and sum(one.left > 0 for one in progress) < most):
                 time.sleep(_LOOK)
             if (number := next_one.draw()) >= len(parcels):
                 break
@@ -291,8 +271,9 @@ def sample_from_shared_list(rollout: Feedable, request: Request) -> Groups:
 
 
 def parcels_of(request: Request) -> list[list[int]]:
-    """Places of the request in parcels of 1, 2, 4, … prompts of like length. The parcels with the longest expected
-    completions come first."""
+    """All places of the request, in parcels of prompts of like length. All parcels have the same number of prompts, a
+    power of two that depends on the numbers of prompts and hosts; one parcel may be smaller. The parcels with the
+    longest expected completions come first."""
     most = max(1, len(request.prompts) // (_PARCELS * jax.process_count()))
     size = 1 << (most.bit_length() - 1)
     by_length = sorted(range(len(request.prompts)), key=lambda place: -len(request.prompts[place]))
@@ -302,18 +283,14 @@ def parcels_of(request: Request) -> list[list[int]]:
 
 
 class _Parcel:
-    """Some places of a request, as a request of their own.
-
-    Attributes:
-      complete: whether all its groups are complete.
-      completions: waits for them.
-    """
+    """Some places of a request, as a request of their own. `left` counts the groups that are not complete, and
+    `completions` waits for all."""
 
     completions: Callable[[], Groups]
 
     def __init__(self, whole: Request, places: Sequence[int]):
         self.places, self._whole = places, whole
-        self._left = len([place for place in places if place not in whole.done])
+        self.left = len([place for place in places if place not in whole.done])
         self.request = dataclasses.replace(
             whole,
             prompts=[whole.prompts[place] for place in places],
@@ -325,12 +302,8 @@ class _Parcel:
             environment=_Part(whole.environment, places) if whole.environment is not None else None,
         )
 
-    @property
-    def complete(self) -> bool:
-        return self._left == 0
-
     def _note(self, place: int, group: list[Completion]) -> None:
-        self._left -= 1
+        self.left -= 1
         if self._whole.on_group is not None:
             self._whole.on_group(self.places[place], group)
 

@@ -20,11 +20,11 @@ from rpg_jax.types import Completion
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Chunk:
-    """Prompts that are prefilled in one forward pass, and the completions that start from them.
+    """P prompts that are read in one forward pass, and the completions that start from these prompts.
 
     Attributes:
-      tokens: i32[P, T], right-padded. lengths: i32[P].
-      rows: completions; each names its prompt's row.
+      tokens, lengths: i32[P, T], padded on the right, and i32[P], without the padding. Unused rows have length 1.
+      rows: completions in the making; `Row.prompt_row` is the row of the completion's prompt.
     """
 
     tokens: np.ndarray
@@ -33,10 +33,8 @@ class Chunk:
 
 
 class Finish:
-    """Counts the rows of a request that have not ended, and hands each complete group to `on_group`.
-
-    A group that an earlier process has completed has no rows.
-    """
+    """Counts the completions of a request that have not ended, and hands each complete group to `request.on_group`.
+    `groups` are the rows of each prompt, in the order of the prompts; [] for a prompt in `request.done`."""
 
     def __init__(self, request: Request, groups: Sequence[Sequence[Row]]):
         self._groups, self._left, self._on_group = groups, [len(rows) for rows in groups], request.on_group
@@ -48,10 +46,8 @@ class Finish:
         return self._incomplete == 0
 
     def completed(self, row: Row) -> None:
-        """Notes that `row` has ended. The last row of a group hands the group's completions to `request.on_group`.
-
-        Only one thread may call this at a time, in the order in which rows end.
-        """
+        """Notes that `row` has ended. The last row of a group hands the group's completions to `request.on_group`, in
+        the caller's thread. Only one thread may call this at a time, once for each row."""
         self._left[row.group] -= 1
         if self._left[row.group]:
             return
@@ -61,24 +57,18 @@ class Finish:
 
 
 def plan(engine: DecodeEngine, request: Request) -> tuple[list[list[Row]], list[Chunk]]:
-    """Makes the rows [P][G] in the order of the prompts, and the chunks in the order of the request.
-
-    A prompt whose group is complete already keeps its place in a chunk and gets no rows. A chunk without rows is left
-    out.
-
-    Raises ValueError if the engine cannot serve the request.
-    """
+    """Makes the rows of each prompt, in the order of the prompts, and the chunks, in the order of their prefills. A
+    prompt in `request.done` keeps its place in a chunk and gets no rows, []. A chunk without rows is left out. Raises
+    ValueError if a prompt, its limit of tokens or a token does not fit the engine."""
     request.check_fits(capacity=engine.decoding.capacity, vocab_size=engine.config.vocab_size)
     groups = [request.rows(place) for place in range(len(request.prompts))]
     return groups, _chunks(engine.decoding, request, groups)
 
 
 def _chunks(decoding: Decoding, request: Request, groups: Sequence[Sequence[Row]]) -> list[Chunk]:
-    """Splits prompts into chunks. The prompts of a chunk have one length bucket, and one prefill takes all of them.
-
-    The number of rows of a prefill is a power of two, and unused rows are padding. So few shapes are compiled, whatever
-    the number and the lengths of the prompts are.
-    """
+    """Splits prompts into chunks. The prompts of a chunk have one length bucket, and one prefill takes all of them. The
+    number of rows of a prefill is a power of two, and unused rows are padding. So few shapes are compiled, whatever the
+    number and the lengths of the prompts are."""
     prompts, pending = request.prompts, list(request.order)
     buckets = {i: prompt_bucket(len(prompts[i]), decoding.capacity) for i in pending}
     chunks = []
@@ -98,15 +88,9 @@ def _chunks(decoding: Decoding, request: Request, groups: Sequence[Sequence[Row]
 
 
 def completions_of(request: Request, groups: Sequence[Sequence[Row]], version: int) -> list[list[Completion]]:
-    """The completions of rows that have ended, by prompt, in the order of `groups`. [] for a prompt in `request.done`.
-
-    Args:
-      request: the request of the rows. Its step is named in messages.
-      groups: the rows of each prompt.
-      version: the version of the weights with which the rows began.
-
-    Raises RolloutError if a log-probability is not finite, or if weights of another version drew a token.
-    """
+    """The completions of rows that have ended, by prompt: `groups` are the rows of each prompt, [] where it has none.
+    Raises RolloutError if a log-probability is not finite, or if weights of another version than `version`, with which
+    the rows began, drew or read a token. The message names the step of `request`."""
     others = {v for group in groups for row in group for v in row.transcript.versions} - {version}
     if others:
         raise RolloutError(
@@ -137,7 +121,7 @@ then the log-probability of the token after an observation would depend on timin
 
 @dataclasses.dataclass
 class Usage:
-    """The work of the slots, summed over dispatches.
+    """The work of the slots since the rollout was made, summed over dispatches.
 
     Attributes:
       decode_s: seconds between a dispatch and its result on the host.
@@ -170,14 +154,15 @@ class _PendingReply(NamedTuple):
 
 
 class Schedule:
-    """The slots, the rows in the slots, and the rows that wait for a slot. One thread uses a schedule.
+    """The slots, the rows in the slots, and the rows that wait for a slot. Only one thread may use a schedule.
 
     A schedule owns the decode state. A row whose turn has ended keeps its slot while the environment replies. If other
-    rows wait, the row may lose its slot, and is prefilled again after the reply.
+    rows wait, the row may lose its slot, and is prefilled again after the reply. `live` maps slots that draw to rows.
 
     Args:
-      free: the slots that the schedule may fill.
-      usage: counts the dispatches.
+      engine: decodes.
+      free: the slots that the schedule may fill. The caller puts the slot of a row that has ended back into `free`.
+      usage: the schedule adds its work to this object.
     """
 
     def __init__(self, engine: DecodeEngine, free: Sequence[int], usage: Usage):
@@ -195,12 +180,12 @@ class Schedule:
 
     @property
     def waiting(self) -> int:
-        """Rows that wait for a slot."""
+        """The number of rows that are prefilled and wait for a slot."""
         return len(self._waiting)
 
     @property
     def hungry(self) -> bool:
-        """Whether the slots that are free or can be lent outnumber the rows that wait."""
+        """Whether more slots are free, or can be taken from rows that wait for a reply, than rows wait for a slot."""
         return len(self._waiting) < len(self.free) + len(self._to_lend)
 
     @property
@@ -210,18 +195,18 @@ class Schedule:
         return [slot for slot, asked in self._asked.items() if asked.since <= latest and not asked.over]
 
     def add(self, prefix: Prefix, rows: Sequence[Row]) -> None:
-        """Queues rows whose prompts are prefilled."""
+        """Queues rows that start from `prefix`, after all rows that wait."""
         for row in rows:
             row.prompt_experts = prefix.experts
             self._waiting.append((prefix, row))
 
     def release_state(self) -> None:
-        """Frees the cache; the next `fill` allocates it again."""
+        """Frees the decode state, with the cache; the next `fill` allocates a new one. No row may be in a slot."""
         self._state = None
 
     def fill(self) -> list[tuple[int, Row]]:
-        """Ends cancelled rows and moves waiting rows into free slots; returns a (slot, row) for each. A prefix has one
-        insert for all of its rows."""
+        """Moves waiting rows into free slots, in their order, and returns (slot, row) of each moved row. Cancelled rows
+        in slots become inactive; cancelled rows that wait leave the queue, and their channel hears of it."""
         if self._state is None:
             self._state = self.engine.init_decode_state()
         if cancelled := [slot for slot, row in self.live.items() if row.cancelled]:
@@ -247,13 +232,9 @@ class Schedule:
         return filled
 
     def advance(self, *, more: bool) -> DecodeResult:
-        """Runs one dispatch for the live slots, adds the tokens to their rows, and returns the result on the host.
-
-        The dispatch ends early once enough slots are free for the rows that wait.
-
-        Args:
-          more: whether further rows wait for their prefill.
-        """
+        """Runs one dispatch, adds the tokens to the rows in `live`, and returns the result on the host. Some row must
+        be in `live`. The dispatch ends early once enough slots have become idle, if rows wait for a slot or a reply, or
+        if `more` says that further rows wait for their prefill."""
         decoding, queued = self.engine.decoding, more or bool(self._waiting)
         ends = [
             len(r.prompt) + min(r.transcript.count + decoding.steps_per_dispatch, r.limit) for r in self.live.values()
@@ -279,10 +260,8 @@ class Schedule:
         return drawn
 
     def settle(self, drawn: DecodeResult) -> list[tuple[int, Row]]:
-        """Takes the rows whose turn is over out of `live`; returns (slot, row) of each complete row.
-
-        A row with an environment is not complete: the environment is asked for its reply.
-        """
+        """Takes the rows that `drawn` shows inactive out of `live`, and returns (slot, row) of each row that has ended.
+        A row with an environment has not ended, unless it is cancelled: the environment is asked for its reply."""
         ended = [(slot, row) for slot, row in self.live.items() if not drawn.active[slot]]
         for slot, row in ended:
             del self.live[slot]
@@ -291,10 +270,8 @@ class Schedule:
         return [(slot, row) for slot, row in ended if slot not in self._asked]
 
     def resume(self) -> list[tuple[int | None, Row]]:
-        """Continues the rows whose replies have come; returns (slot, row) of each row that ends with its reply.
-
-        The slot is None if the row has lost its slot to another row.
-        """
+        """Continues the rows whose replies have come, and returns (slot, row) of each row that ends with its reply or
+        is cancelled. The slot is None if the row has lost its slot to another row. Does not wait for replies."""
         in_slots = {slot: asked for slot, asked in self._asked.items() if asked.over}
         without = [asked for asked in self._without_slot if asked.over]
         self._asked = {slot: asked for slot, asked in self._asked.items() if slot not in in_slots}
@@ -314,18 +291,14 @@ class Schedule:
         return ended
 
     def wait(self, timeout: float = 0.1) -> None:
-        """Waits for the next reply, but at most `timeout` seconds. Returns at once if no row waits for a reply."""
+        """Blocks until the next reply has come, for `timeout` seconds at most; not at all if no row waits for one."""
         replies = [asked.reply for asked in (*self._asked.values(), *self._without_slot)]
         if replies:
             concurrent.futures.wait(replies, timeout, concurrent.futures.FIRST_COMPLETED)
 
     def shown(self, drawn: DecodeResult | None = None) -> DecodeResult:
-        """The result of a dispatch in which slots that wait for a reply look active.
-
-        JetStream's detokenize thread ends a completion whose slot is not active. A slot that waits for the reply of an
-        environment is not active, but its completion goes on. Without `drawn`, this is the result of a dispatch in
-        which no slot drew a token.
-        """
+        """The result `drawn` of a dispatch, in which slots that wait for a reply look active: JetStream's detokenize
+        thread would end their completions. None stands for a dispatch in which no slot drew a token."""
         slots = self.engine.decoding.slots
         if drawn is None:
             active, none = np.zeros(slots, bool), np.zeros((slots, 0))

@@ -2,8 +2,8 @@
 
 Suppose that two programs have collectives, and that two devices get the programs in different orders. Then each device
 waits for the other for ever. So every decoding program is launched under `Weights.lock`. If the rollout has its own
-devices, `stage` is the only part of a sync that runs on the trainer's devices, and the trainer's thread calls it. The
-other part is a transfer.
+devices, `stage` is the only part of a sync that runs on the trainer's devices, and the trainer's thread calls `stage`.
+The other part is a transfer.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ Params = Any
 
 
 class RolloutError(RuntimeError):
-    """A rollout failed. `__cause__` is the error that caused this, if there is one."""
+    """A rollout failed, or its weights are not the trainer's. `__cause__` is the error behind the failure, or None."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Staged:
 
     Attributes:
       params: in the rollout's dtype. If the rollout has its own devices, these arrays are on the trainer's devices.
-      checksum: u32[2], computed on the devices of `params`.
+      checksum: u32[2], the two halves of `weights_checksum(params)`, the high half first.
     """
 
     params: Params
@@ -44,17 +44,18 @@ class Staged:
 class Weights:
     """The weights that the rollout reads. Programs get them as arguments, so a sync compiles nothing again.
 
-    Without `dtype`, `shardings` and `int8`, the rollout reads the trainer's own arrays and has no copy. A trainer that
-    donates its arrays while completions are decoded must hold `lock`. `pinned` holds `lock` while a dispatch reads the
-    arrays.
+    Without `dtype`, `shardings`, `int8` and `base`, the rollout reads the trainer's own arrays and has no copy. A
+    trainer that donates its arrays while completions are decoded must hold `lock`. `pinned` holds `lock` while a
+    dispatch reads the arrays. The attribute `version` is the version of the last sync.
 
     Args:
-      params: pytree of arrays.
+      params: pytree of arrays, the trainer's weights.
       version: the `weight_version` of completions that these weights sample.
-      dtype: each sync casts floating-point weights to this dtype, because a decode step reads every weight.
-      shardings: the decoding layout, a pytree of shardings like `params`. A sync brings the weights there by one jitted
-        reshard, or by one transfer if the layout has none of the trainer's devices.
-      int8: whether to round the layers' matrices to eight bits; see `models.weights.quantized`.
+      dtype: each sync casts floating-point weights to this dtype, because a decode step reads every weight. None: no
+        cast.
+      shardings: the decoding layout, a pytree of shardings like `params`; None: the layout of `params`. A sync brings
+        the weights there by one jitted reshard, or by one transfer if the layout has none of the trainer's devices.
+      int8: whether to round the layers' matrices to eight bits, with one scale per output channel.
       base: the frozen weights, if `params` are adapters. Without `merge`, `base` is in the decoding layout, `shardings`
         are the shardings of the adapters, and a sync moves adapters only.
       merge: whether each sync computes W + A B on the trainer's devices. Then `shardings` are the shardings of all
@@ -94,13 +95,15 @@ class Weights:
         self.sync(params, version)
 
     def stage(self, params: Params) -> Staged:
-        """A copy of `params` for a later sync. All work that must run on the devices of `params` is done here."""
+        """A copy of `params` for a later sync, which stays valid when the trainer donates `params`. All work that must
+        run on the devices of `params` is launched here; the call does not wait for it."""
         converted = self._converted(snapshot(params))
         with _on_mesh_of(converted):
             return Staged(converted, hosts.checksum_of_tree(converted))
 
     def sync(self, params: Params | Staged, version: int) -> None:
-        """Replaces the rollout's weights, from the next dispatch on."""
+        """Replaces the rollout's weights by `params` from the next dispatch on; their completions have `version`. Waits
+        for the holder of `lock`."""
         moved = None
         if self._elsewhere is not None:  # before the lock: decoding goes on during the transfer
             moved = jax.device_put(self._converted(params), self._elsewhere)
@@ -113,22 +116,21 @@ class Weights:
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[Params]:
-        """The current weights. No sync replaces the weights until the block ends."""
+        """Gives the block the current weights and holds `lock`: no sync replaces the weights until the block ends."""
         with self.lock:
             yield self._params
 
     def checksum(self) -> int:
-        """The checksum of the weights as the rollout holds them. It is computed once after each sync."""
+        """`weights_checksum` of the weights that the last sync brought, in the rollout's dtype: of the adapters alone
+        with `base` and without `merge`. The first call after a sync computes the checksum on the weights' devices."""
         with self.lock:
             if self._checksum is None:
                 self._checksum = weights_checksum(self._synced)
             return self._checksum
 
     def verify(self, params: Params | Staged) -> None:
-        """Compares the rollout's weights with `params`, after bringing `params` into the rollout's dtype and layout.
-
-        Raises RolloutError if the two differ in any bit.
-        """
+        """Raises RolloutError unless the weights of the last sync are `params` in the rollout's dtype, bit for bit. The
+        checksum of the rollout's weights is computed anew, and that of `params` unless `params` are `Staged`."""
         trainer = _number(params.checksum) if isinstance(params, Staged) else weights_checksum(self._converted(params))
         with self.lock:
             self._checksum = own = weights_checksum(self._synced)
@@ -148,13 +150,13 @@ class Weights:
 
 @jax.jit
 def snapshot(params: Params) -> Params:
-    """A copy of `params`. The copy stays valid when the trainer donates `params`."""
+    """A copy of all arrays of `params`. The copy stays valid when the trainer donates `params`."""
     return jax.tree.map(jnp.copy, params)
 
 
 def weights_checksum(params: Params) -> int:
-    """64-bit checksum of the bit patterns, places and names of all weights; the same under every sharding (see
-    `parallel.checksums`)."""
+    """A 64-bit checksum of the bit patterns, places and names of all weights, at least 0. It is the same under every
+    sharding. If the weights are spread over processes, all processes call this together."""
     with _on_mesh_of(params):
         return _number(hosts.checksum_of_tree(params))
 
@@ -180,11 +182,8 @@ def _on_mesh_of(params: Params) -> contextlib.AbstractContextManager:
 def _layout(
     change: Callable[[Base | None, Params], Params], params: Params, shardings: Params | None
 ) -> Callable[[Base | None, Params], Params]:
-    """A function that brings weights into the decoding dtype and layout.
-
-    If `shardings` have only devices of this host, and `params` have devices of other hosts too, the function makes this
-    host's own copy.
-    """
+    """A function that brings weights into the decoding dtype and layout. If `shardings` have only devices of this host,
+    and `params` have devices of other hosts too, the function makes this host's own copy."""
     leaf, where = jax.tree.leaves(params)[0], jax.tree.leaves(shardings)
     spans_hosts = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
     if not (spans_hosts and where and where[0].is_fully_addressable):

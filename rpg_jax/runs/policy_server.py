@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from rpg_jax import models, storage
-from rpg_jax.rollout.jetstream.compat import JetstreamMetricsCollector
+from rpg_jax.rollout.jetstream.adapter import JetstreamMetricsCollector
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
 from rpg_jax.rollout.serving.access import (
     CERTIFICATE,

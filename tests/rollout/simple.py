@@ -13,8 +13,7 @@ from flax import nnx
 from rpg_jax.models import KVCache
 from rpg_jax.rollout import Decoding, Request
 from rpg_jax.rollout.decode_state import SlotSampling
-from rpg_jax.rollout.decoding import power_of_two
-from rpg_jax.rollout.sampling import completion_keys, token_keys
+from rpg_jax.rollout.decoding import completion_keys, power_of_two, token_keys
 from rpg_jax.types import Completion
 
 

@@ -1,4 +1,4 @@
-"""JetStream around our engine: its Engine interface, its Driver and its orchestrator. Only this package imports it."""
+"""JetStream around our engine: Engine interface, Driver and orchestrator. Only this package imports JetStream."""
 
 INSTALL = "pip install --no-deps google-jetstream==0.2.2"
-"""How JetStream is installed. Its own requirements hold TensorFlow, for a tokenizer that is never called."""
+"""How to install JetStream. Its own requirements name TensorFlow, for a tokenizer that is never called here."""

@@ -1,9 +1,19 @@
-"""JetStream's Engine interface around `DecodeEngine`, and its results: floats packed into integer lanes.
+"""Imports JetStream 0.2.2 without TensorFlow, and puts JetStream's Engine interface around `DecodeEngine`.
+
+The wheel is installed without its dependencies, because its tokenizers need TensorFlow. So this module puts stubs of
+`seqio` and `tiktoken` into `sys.modules` if they are absent; neither tokenizer is ever constructed. The import replaces
+JetStream's logger, its class of threads and its function that deletes arrays. No other file changes JetStream: import
+`orchestrator`, `engine_api` and the rest from here. Without JetStream the import raises ModuleNotFoundError.
 
 JetStream carries integers from the device to a caller. So a result row has two lanes for each decode step: the bits of
 the log-probability, which are a negative integer, and the token.
 """
 
+import importlib.util
+import logging
+import sys
+import threading
+import types
 from typing import Any
 
 import jax
@@ -11,13 +21,80 @@ import numpy as np
 
 from rpg_jax.rollout.decode_state import DecodeResult, Prefix
 from rpg_jax.rollout.engine import DecodeEngine, State
-from rpg_jax.rollout.jetstream.compat import engine_api, tokenizer_pb2
+from rpg_jax.rollout.jetstream import INSTALL
 from rpg_jax.rollout.weights import Weights
 from rpg_jax.types import Sampling
 
+if importlib.util.find_spec("jetstream") is None:
+    raise ModuleNotFoundError(f"JetStream is not installed: {INSTALL}", name="jetstream")
+
+
+def _stub(package: str, submodule: str, **attributes) -> None:
+    if importlib.util.find_spec(package) is not None:
+        return
+    for name in (package, f"{package}.{submodule}"):
+        sys.modules[name] = types.ModuleType(name)
+    for name, value in attributes.items():
+        setattr(sys.modules[f"{package}.{submodule}"], name, value)
+
+
+def _tokenizer_absent(*_args, **_kwargs):
+    raise ImportError("this tokenizer needs seqio or tiktoken; the rollout engine brings its own tokenizer")
+
+
+_stub(
+    "seqio",
+    "vocabularies",
+    Vocabulary=type("Vocabulary", (), {}),
+    SentencePieceVocabulary=type("SentencePieceVocabulary", (), {"__init__": _tokenizer_absent}),
+)
+_stub("tiktoken", "load", load_tiktoken_bpe=_tokenizer_absent)
+
+_root = logging.getLogger()
+_level, _handlers = _root.level, list(_root.handlers)
+
+from jetstream.core import orchestrator  # noqa: E402
+from jetstream.core.metrics.prometheus import JetstreamMetricsCollector as JetstreamMetricsCollector  # noqa: E402
+from jetstream.core.proto import jetstream_pb2 as jetstream_pb2  # noqa: E402
+from jetstream.core.proto import jetstream_pb2_grpc as jetstream_pb2_grpc  # noqa: E402
+from jetstream.engine import engine_api as engine_api  # noqa: E402
+from jetstream.engine import token_utils  # noqa: E402
+from jetstream.engine import tokenizer_pb2 as tokenizer_pb2  # noqa: E402
+
+_root.handlers[:] = _handlers
+_root.setLevel(_level)
+
+# JetStream logs a record per request and decode step, at INFO on the root logger: a logger of its own can be silenced.
+logger = logging.getLogger("jetstream")
+logger.setLevel(logging.WARNING)
+orchestrator.logging = logger
+token_utils.logging = logger
+
+
+class GuardedThread(threading.Thread):
+    """A daemon thread that runs `target`, a `functools.partial` of a method of a `GuardedDriver`. An exception in the
+    thread calls the driver's `on_fault(name, exception)`. JetStream's own class would send SIGKILL to the process.
+    `daemon` is ignored: without a daemon, an interpreter with a running driver would never end."""
+
+    def __init__(self, *, target, name: str, daemon: bool = True):
+        super().__init__(target=target, name=name, daemon=True)
+        self._driver = target.func.__self__
+
+    def run(self):
+        try:
+            super().run()
+        except BaseException as fault:
+            self._driver.on_fault(self.name, fault)
+
+
+# The original deletes arrays that the completions of a prompt share (and calls `jax.tree_map`, which is gone).
+# Reference counts free them as well.
+orchestrator.delete_pytree = lambda tree: None
+orchestrator.JetThread = GuardedThread
+
 
 class TokenIds:
-    """A tokenizer for JetStream's interface. The engine takes and returns token ids, and stops on the device."""
+    """JetStream's interface of a tokenizer, without text and stop tokens: the engine itself ends completions."""
 
     stop_tokens: frozenset[int] = frozenset()
     bos_id, eos_id, pad_id = None, None, 0
@@ -33,57 +110,69 @@ class JetStreamEngine(engine_api.Engine):
         self.engine = engine
 
     def load_params(self, *_args, **_kwargs) -> Weights:
+        """The weights of the `DecodeEngine`. Nothing is loaded, and all arguments are ignored."""
         return self.engine.weights
 
     def init_decode_state(self, *_args, **_kwargs) -> State:
+        """Allocates the decode state in which all slots are free. All arguments are ignored."""
         return self.engine.init_decode_state()
 
     def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length) -> Prefix:
-        """Prefills right-padded prompts i32[P, T] of lengths i32[P], or one prompt i32[T]."""
+        """The `Prefix` of right-padded prompts i32[P, T], or of one prompt i32[T]. `true_length` counts no padding: it
+        is i32[P], or one number. Raises ValueError unless `existing_prefix` is None."""
         if existing_prefix is not None:
             raise ValueError("a prompt is prefilled in one piece: existing_prefix must be None")
         tokens = np.atleast_2d(np.asarray(padded_tokens, np.int32))
         return self.engine.prefill(tokens=tokens, lengths=np.atleast_1d(np.asarray(true_length, np.int32)))
 
     def insert(self, prefix: Prefix, decode_state: State, slot: int) -> State:
-        """Starts row 0 of the prefix in `slot`, with greedy decoding until the slot is full. The state is donated."""
+        """The decode state after row 0 of `prefix` was copied into `slot`, where greedy decoding then goes on until the
+        slot is full. The arrays of `decode_state` are donated: they must not be used again."""
         room = self.engine.decoding.capacity - prefix.cache.capacity
         greedy = Sampling(temperature=0.0, max_tokens=max(1, room))
         return self.engine.insert(prefix, decode_state, [(slot, 0, 0, (0, 0, 0, 0), greedy)])
 
     def generate(self, params, decode_state: State) -> tuple[State, engine_api.ResultTokens]:
-        """Draws up to K tokens per slot in one dispatch. The state is donated."""
+        """Draws up to `Decoding.steps_per_dispatch` tokens for each slot, and waits for them. Returns the new decode
+        state and the tokens as `packed` arranges them. The arrays of `decode_state` must not be used again."""
         decode_state, drawn = self.engine.generate(decode_state)
         return decode_state, packed(self.engine.fetch(drawn))
 
     def get_prefix_destination_sharding(self) -> Any:
+        """The sharding that replicates a prefix over the mesh; None without a mesh."""
         return None if self.mesh is None else jax.NamedSharding(self.mesh, jax.P())
 
     def get_tokenizer(self) -> tokenizer_pb2.TokenizerParameters:
+        """JetStream's description of a tokenizer, without a path: there is no file."""
         return tokenizer_pb2.TokenizerParameters(path="", extra_ids=0)
 
     def build_tokenizer(self, metadata: tokenizer_pb2.TokenizerParameters) -> TokenIds:
+        """A new `TokenIds`. `metadata` is ignored."""
         return TokenIds()
 
     @property
     def max_concurrent_decodes(self) -> int:
+        """The number of slots: the most completions that are decoded together."""
         return self.engine.decoding.slots
 
     @property
     def max_prefill_length(self) -> int:
+        """The most tokens of a prompt: the capacity of a slot."""
         return self.engine.decoding.capacity
 
     @property
     def mesh(self) -> jax.sharding.Mesh | None:
+        """The devices that decode; None for JAX's default device."""
         return self.engine.decoding.mesh
 
 
 def packed(drawn: DecodeResult) -> engine_api.ResultTokens:
-    """A fetched result in JetStream's form: lanes of tokens, lanes of validity, one lane of lengths.
+    """The tokens of a dispatch, on the host, in JetStream's form: an array i32[S, 4n + 3] for S slots and n steps.
 
-    JetStream ends a completion at the first invalid lane. After the lanes of the n steps comes one more lane, which is
-    valid while the slot goes on. So JetStream sees the end in the result that brings the last token. A slot that goes
-    on must have no invalid lane. A step in which such a slot drew no token has the token -1, which `unpack` leaves out.
+    A row has 2n + 1 lanes of tokens (those of `pack`, then a 0), as many lanes of validity, and one lane with the
+    number of the completion's tokens so far. JetStream ends a completion at the first invalid lane. The last lane is
+    valid while the slot goes on, so JetStream sees the end in the result that brings the last token. A slot that goes
+    on has no invalid lane: in a step without a token it has the token -1, which `unpack` leaves out.
     """
     slots, steps = drawn.tokens.shape
     lanes = 2 * steps + 1
@@ -102,12 +191,14 @@ def packed(drawn: DecodeResult) -> engine_api.ResultTokens:
 
 
 def pack(tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-    """The lanes i32[..., 2n] of n tokens. Lane 2i has the bits of log-probability i, and lane 2i + 1 has token i."""
+    """The lanes i32[..., 2n] of tokens i32[..., n] and their log-probabilities f32[..., n]: lane 2i has the bits of
+    log-probability i, and lane 2i + 1 has token i."""
     return np.stack([logprobs.view(np.int32), tokens], -1).reshape(*tokens.shape[:-1], -1)
 
 
 def unpack(lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens i32[n] and log-probabilities f32[n] of lanes i32[2m]; m - n pairs of lanes have no token."""
+    """Copies of the tokens i32[n] and log-probabilities f32[n] in the lanes i32[2m] of `pack`. A pair of lanes whose
+    token is negative has no token and is left out."""
     pairs = lanes.reshape(-1, 2)
     pairs = pairs[pairs[:, 1] >= 0]
     return pairs[:, 1].copy(), np.ascontiguousarray(pairs[:, 0]).view(np.float32)

@@ -1,8 +1,8 @@
 """The orchestrator driver: JetStream's Driver in this process, and a rollout that uses the Driver's threads.
 
-A fault, a race or a stop raises an exception in each call that it affects. One JetStream request is a chunk of
-prompts. The generate thread splits it into one request per completion, so that each completion takes and frees a slot
-of its own.
+A fault of a thread, or a stop, raises an exception in each call that waits. One JetStream request is a chunk of
+prompts. The generate thread splits the chunk into one request per completion, so that each completion takes and frees a
+slot of its own. The detokenize thread delivers tokens.
 """
 
 import contextlib
@@ -17,8 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rpg_jax.rollout.engine import DecodeEngine
-from rpg_jax.rollout.jetstream.adapter import JetStreamEngine, packed, unpack
-from rpg_jax.rollout.jetstream.compat import JetstreamMetricsCollector, orchestrator
+from rpg_jax.rollout.jetstream.adapter import JetStreamEngine, JetstreamMetricsCollector, orchestrator, packed, unpack
 from rpg_jax.rollout.request import Request, Row
 from rpg_jax.rollout.rollout import Feedable
 from rpg_jax.rollout.schedule import Chunk, Finish, Schedule, Usage, completions_of, plan
@@ -29,20 +28,20 @@ POLL = 0.2  # seconds between two looks at whether a wait has become pointless
 
 
 class Channel(Protocol):
-    """Receives the rows of a request from the driver's threads."""
+    """Receives the results of a request's rows. The driver's threads call the methods, which must not wait."""
 
     def add_result(self, result: tuple[np.ndarray, np.ndarray]) -> None:
-        """Takes the next tokens and log-probabilities of a row."""
+        """Takes the next tokens i32[n] and their log-probabilities f32[n] of a row; n may be 0."""
 
     def close(self, row: Row) -> None:
-        """Notes that `row` is complete or was cancelled."""
+        """Notes that `row` is complete or was cancelled: no result of it follows."""
 
     def set_exception(self, exception: BaseException) -> None:
-        """Takes the fault that has ended the driver. No call follows."""
+        """Takes the RolloutError of a driver that has ended: no further result comes."""
 
 
 class RowRequest(orchestrator.ActiveRequest):
-    """JetStream's request of one completion, for the detokenize thread."""
+    """JetStream's request of one completion, `row`, for the detokenize thread. `channel` receives its results."""
 
     def __init__(self, row: Row, channel: Channel):
         super().__init__(
@@ -54,18 +53,20 @@ class RowRequest(orchestrator.ActiveRequest):
         self._channel = channel
 
     def enqueue_samples(self, generated_samples) -> None:
-        """Delivers the tokens of one dispatch. An odd lane at the end means that the slot goes on."""
+        """Hands the tokens of one dispatch to the channel. Their lanes are those of `adapter.packed`, so their number
+        is odd if the slot goes on."""
         lanes = np.array(generated_samples[0].token_ids, np.int32)
         self._channel.add_result(unpack(lanes[: len(lanes) // 2 * 2]))
 
 
 class GuardedDriver(orchestrator.Driver):
-    """JetStream's Driver, but it neither kills the process nor leaves a caller waiting.
+    """JetStream's Driver, but it neither kills the process nor leaves a caller waiting. It starts its threads at once.
 
     Args:
-      keep_state: keep the decode state allocated while there is nothing to decode.
-      usage: counts the dispatches.
-      metrics_collector: JetStream's, for Prometheus.
+      engine: decodes.
+      keep_state: whether the decode state stays allocated while there is nothing to decode.
+      usage: the driver adds its work to this object.
+      metrics_collector: JetStream's, for Prometheus; None for no metrics.
     """
 
     def __init__(self, engine: DecodeEngine, *, keep_state: bool, usage: Usage, metrics_collector):
@@ -86,7 +87,8 @@ class GuardedDriver(orchestrator.Driver):
         )
 
     def submit(self, chunks: Sequence[Chunk], channel: Channel) -> None:
-        """Queues chunks; `channel` receives the results of their rows. Raises RolloutError if the driver has ended."""
+        """Queues chunks and returns at once. `channel` hears of a fault of the driver until `retire`; the `Row.channel`
+        of each row receives the row's results. Raises RolloutError if the driver has ended."""
         with self._guard:
             if not self.live:
                 raise self._error()
@@ -98,7 +100,7 @@ class GuardedDriver(orchestrator.Driver):
                 self._placed += 1  # afterwards: an interrupt in between must leave nothing to wait for
 
     def retire(self, channel: Channel) -> None:
-        """Forgets `channel`, on which nobody waits any more. A later fault of the driver does not reach the channel."""
+        """Forgets `channel`: a later fault of the driver does not reach it. A second call does nothing."""
         with self._guard:
             self._channels.discard(channel)
 
@@ -114,13 +116,16 @@ class GuardedDriver(orchestrator.Driver):
             raise self._error()
 
     def on_fault(self, thread: str, fault: BaseException) -> None:
-        """Takes a thread's fault. The first fault ends the driver and every wait; later faults follow from it."""
+        """Ends the driver because of an exception in the thread of this name. All channels get a RolloutError whose
+        cause is the first such exception; later exceptions are taken as its consequences and dropped."""
         with self._guard:
             if self.live and not isinstance(fault, _Stopped):
                 self._fault = fault
             self._end(thread)
 
     def stop(self) -> None:
+        """Ends the driver: channels that wait get a RolloutError, and the threads end. Blocks until they have ended,
+        except in a thread of the driver itself."""
         with self._guard:
             self._end("driver")
         # A callback, or the collection of garbage, may call this in one of the driver's own threads.
@@ -202,7 +207,8 @@ class _Stopped(Exception):
 
 
 class Ticket:
-    """The channel of a blocking call. The call waits until all rows have ended, or until a fault comes."""
+    """The channel of a blocking call, which waits until all rows of `groups` have ended or a fault comes. `groups` are
+    the rows of each prompt of `request`. The constructor makes this the channel of each row."""
 
     def __init__(self, request: Request, groups: Sequence[Sequence[Row]]):
         self._left, self._finish = sum(map(len, groups)), Finish(request, groups)
@@ -217,6 +223,7 @@ class Ticket:
         """Does nothing: the rows keep their tokens themselves."""
 
     def close(self, row: Row) -> None:
+        """Counts a row that has ended. The last row of a group hands on the group, unless the row is cancelled."""
         with self._counting:
             if not row.cancelled:
                 self._finish.completed(row)
@@ -225,21 +232,19 @@ class Ticket:
                 self._ended.set()
 
     def set_exception(self, exception: BaseException) -> None:
+        """Makes `wait` raise `exception`, unless all rows have ended."""
         if not self._ended.is_set():
             self._fault = exception
             self._ended.set()
 
     def abandon(self) -> None:
-        """Cancels the rows; `on_group` receives no further group."""
+        """Cancels all rows: their slots are freed at the next dispatch, and `on_group` receives no further group."""
         with self._counting:
             for row in self._rows:
                 row.cancelled = True
 
     def wait(self, driver: GuardedDriver) -> None:
-        """Blocks until all rows have ended.
-
-        Raises RolloutError if `driver`, which decodes the rows, or a thread of the driver ends before.
-        """
+        """Blocks until all rows have ended. Raises RolloutError if `driver`, which decodes the rows, ends before."""
         while not self._ended.wait(POLL):
             driver.check_alive()
         if self._fault is not None:
@@ -247,12 +252,12 @@ class Ticket:
 
 
 class JetStreamRollout(Feedable):
-    """Decodes in the threads of a `GuardedDriver`. Several threads may call `generate` at once.
+    """The rollout that decodes in the threads of a `GuardedDriver`. Several threads may call `generate` at once.
 
     Args:
-      engine: shared with the `GuardedDriver`.
-      keep_state: keep the decode state allocated between calls; by default a rollout phase leaves no cache behind.
-      metrics_collector: JetStream's gauges, for a server.
+      engine: decodes, in the threads of the driver.
+      keep_state: whether the decode state, with the cache, stays allocated between calls; by default it is freed.
+      metrics_collector: JetStream's gauges, for a server; None for no metrics.
     """
 
     def __init__(
@@ -271,6 +276,9 @@ class JetStreamRollout(Feedable):
 
     @contextlib.contextmanager
     def begin(self, request: Request) -> Iterator[Callable[[], list[list[Completion]]]]:
+        """Begins to sample, and gives the block a function that waits for the completions and returns those of each
+        prompt in order, [] for one in `request.done`; it raises RolloutError if sampling fails. An exception in the
+        block cancels the request. Raises ValueError if the request does not fit the engine."""
         groups, chunks = plan(self.engine, request)
         version, driver, ticket = self.weights.version, self.driver(), Ticket(request, groups)
 
@@ -291,16 +299,17 @@ class JetStreamRollout(Feedable):
 
     @property
     def has_room(self) -> bool:
+        """Whether no completion waits for a slot. Raises RolloutError if the driver or one of its threads has ended."""
         with self._lock:
             return not self._drivers or self._drivers[0].has_room
 
     def close(self) -> None:
-        """Stops the threads and frees the cache; a later `generate` starts them again."""
+        """Stops the threads and frees the cache. Calls that wait raise RolloutError; later calls start new threads."""
         with self._lock:
             _stop(self._drivers)
 
     def driver(self) -> GuardedDriver:
-        """The running driver. If the last driver has failed or was closed, a new driver is started."""
+        """The running driver. It is started if there is none yet, or if the last driver has failed or was closed."""
         with self._lock:
             if not self._drivers or not self._drivers[0].live:
                 _stop(self._drivers)

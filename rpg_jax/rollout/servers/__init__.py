@@ -1,1 +1,1 @@
-"""A trainer's rollouts by servers with OpenAI's completions: vLLM's, SGLang's, or this project's own."""
+"""A trainer's rollouts by HTTP servers with OpenAI's completions: vLLM's, SGLang's, or this project's own."""

@@ -27,10 +27,10 @@ class Loadable:
     """Weights that servers load.
 
     Attributes:
-      folder: the folder that servers read.
-      label: a name for the folder's contents.
-      checksum: the checksum of the trainer's weights.
-      probe: the answer of a server that has the weights; None where a server's answers have the checksum.
+      folder: the path of the folder that servers read.
+      label: a name for the folder's contents; "" if servers have the weights already and load nothing.
+      checksum: the 64-bit checksum of the trainer's weights.
+      probe: a question, and its answer by these weights; None where a server's answers have the checksum.
     """
 
     folder: str
@@ -44,8 +44,9 @@ class Call:
     """A call of a server.
 
     Attributes:
+      server: the server, which counts the call until it ends.
       weights: the weights that must sample.
-      begun: when the call began.
+      begun: when the call began, in seconds of `time.monotonic`.
       sound: whether the server had answered since its last failure.
     """
 
@@ -73,10 +74,13 @@ class Balance:
     A server without room (429) gets fewer calls at once, and one more call after each round. Failures and refusals of
     calls that were under way together count once. A server whose address is no longer found gets no further calls.
 
-    All coroutines run in one event loop, and `run` all the time. Any thread may call the other methods.
+    All coroutines run in one event loop. `run` must run all the time, and `use` be called before the first `ask`. Any
+    thread may call the other methods.
 
     Args:
-      addresses: the addresses of the servers, or a function that looks for the addresses.
+      addresses: the URLs of the servers, or a function that looks for the URLs every five seconds.
+      client: calls the servers.
+      kind: the program of the servers, which says how they load weights.
       parallel: the most calls under way at one server.
       patience: a call fails once no server has answered for so many seconds.
       rest: seconds of rest after the first failure, and between two health calls.
@@ -104,19 +108,18 @@ class Balance:
         self._warned = set[str]()
 
     def use(self, weights: Loadable) -> None:
-        """Every server must load these weights before its next call."""
+        """Sets the weights that each server must have for its next call. The call makes the server load them first."""
         self._weights = weights
 
     def begin(self) -> None:
-        """Starts the clock of `patience` anew."""
+        """Starts the clock of `patience` anew, for a caller that has asked nothing for some time."""
         self._answered = self._said = time.monotonic()
 
     def counts(self) -> dict[str, float]:
-        """The number of servers that answer, and counts of the events since the last call of `counts`.
-
-        `longest_idle` is the longest time, in seconds, for which a living server had no call while requests waited.
-        `probe_gap` is the largest difference of a probe, in nats.
-        """
+        """`answering`: the number of servers in order. For the time since the last call: the numbers of answered
+        `requests`, `refused` calls, `failures` of servers and `loads` of weights; `longest_idle`, the longest time, in
+        seconds, for which a living server had no call while requests waited; and, if the weights have a probe,
+        `probe_gap`, its largest difference, in nats."""
         taken, self._counts = self._counts, Counter()
         idle, self._longest_idle = self._longest_idle, 0.0
         alive = sum(server.is_sound for server in list(self._servers.values()))
@@ -126,7 +129,7 @@ class Balance:
         return {"answering": alive, **counted, "longest_idle": idle, **probed}
 
     async def run(self) -> None:
-        """Follows the servers' addresses and health, until it is cancelled."""
+        """Follows the servers' addresses and health, until it is cancelled; then it closes the client's connections."""
         followed = time.monotonic()
         if not callable(self._addresses):
             self._follow(self._addresses)
@@ -150,11 +153,10 @@ class Balance:
             await self._client.close()
 
     async def ask(self, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
-        """The answer to a request for completions, as `read` understands it.
-
-        Raises ServerError if a server refuses or its answer cannot be used, if no server has answered for long, or if
-        the request has failed at several servers that were in order.
-        """
+        """Posts `body` to /v1/completions of a server, and returns `read(JSON of the answer)`. If a server does not
+        answer, has no room, or `read` raises Aborted, the request goes to a server again. Raises ServerError if a
+        server refuses, `read` raises Unusable, no server has answered for `patience` seconds, weights cannot be loaded,
+        or the request has failed four times at servers that were in order."""
         failed, faults = set[Server](), 0
         while True:
             call = await self._take(failed)
@@ -294,11 +296,8 @@ class Balance:
                 task.add_done_callback(self._watching.discard)
 
     async def _watch(self, server: Server) -> None:
-        """Asks a server for its health while the server rests, and while it is silent during calls.
-
-        A server that is gone is watched until its last call has ended, because a machine that vanishes closes no
-        connection.
-        """
+        """Asks a server for its health while the server rests, and while it is silent during calls. A server that is
+        gone is watched until its last call has ended, because a machine that vanishes closes no connection."""
         while server.calls or not server.gone:
             begun, rests = time.monotonic(), server.resting
             if not server.is_due(_QUIET_SECONDS, begun):
@@ -321,10 +320,8 @@ class Balance:
                 self._dispatch()
 
     async def _load(self, call: Call) -> None:
-        """Makes a server load the weights, unless the server has them. Meanwhile the server has no other call.
-
-        Raises ServerError if the server refuses.
-        """
+        """Makes a server load the weights, unless the server has them. Meanwhile the server has no other call. Raises
+        ServerError if the server refuses."""
         server, weights = call.server, call.weights
         if server.label == weights.label:
             return
@@ -371,9 +368,7 @@ class Balance:
 
     def _check_weights(self, call: Call, answer: Any, several: bool = False) -> None:
         """Raises Unavailable if an answer names other weights. Only some kinds of servers name their weights.
-
-        `several`: the answer is a completion, which lists all weights that have drawn its tokens.
-        """
+        `several`: the answer is a completion, which lists all weights that have drawn its tokens."""
         if not self._kind.counters:
             return
         url, expected = call.server.caller.url, f"{call.weights.checksum:016x}"

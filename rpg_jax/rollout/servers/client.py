@@ -18,23 +18,23 @@ from rpg_jax import storage
 from rpg_jax.rollout.serving.access import ApiKey, is_loopback
 from rpg_jax.rollout.weights import RolloutError
 
-CONNECT_SECONDS = 5.0
+CONNECT_SECONDS = 5.0  # the longest wait for a connection
 _MOST_BYTES = 2**28  # of an answer
 _PASSES = (408, 425, 429, 500, 502, 503, 504)
 
 
 class ServerError(RolloutError, ValueError):
-    """A server's behaviour ends the run. The program has no fault, and the message is for the user."""
+    """A server's behaviour ends the run. The program has no fault, and the message tells the user what to mend."""
 
 
 class Unavailable(Exception):
-    """A server does not answer now.
+    """A server does not answer now; a later call may succeed.
 
     Attributes:
       status: the HTTP status of the server's answer; 0 if there is no answer.
-      after: the seconds that the server asks to wait.
-      busy: the server lives, and has no room. Otherwise the server may have been started anew.
-      fault: the server had the whole request. The request itself may be the cause of the failure.
+      after: the seconds that the server asks to wait; 0 if it does not ask.
+      busy: whether the server lives and has no room (429). Otherwise the server may have been started anew.
+      fault: whether the request itself may be the cause, because the server had the whole request.
     """
 
     def __init__(self, message: str, *, status: int = 0, after: float = 0.0, fault: bool = False):
@@ -46,7 +46,7 @@ class Refused(Exception):
     """A server refuses a request, and would refuse it again. The message has the server's reason.
 
     Attributes:
-      status: the HTTP status of the server's answer.
+      status: the HTTP status of the server's answer; 200 if only its content is wrong.
     """
 
     def __init__(self, message: str, *, status: int = 200):
@@ -55,15 +55,14 @@ class Refused(Exception):
 
 
 class Client:
-    """How this trainer calls servers.
+    """How this process calls servers: the key, TLS and the connections of all calls. One event loop uses a client.
+    Raises ValueError if the certificate's file cannot be read or is no PEM.
 
     Args:
-      key: sent as `Authorization: Bearer KEY`.
-      certificate: PEM file to trust; None for the system's.
+      key: sent as `Authorization: Bearer KEY`; None for no key.
+      certificate: the path of a PEM file with the certificates to trust; None for the system's.
       certificate_name: the name in the servers' certificate; None for the host of each address.
-      timeout: seconds for one call.
-
-    Raises ValueError if the file cannot be read.
+      timeout: the most seconds of one `Caller.post`.
     """
 
     def __init__(
@@ -82,7 +81,8 @@ class Client:
             raise ValueError(f"the servers' certificate {certificate}: {error.strerror or error}") from None
 
     def check(self, url: str) -> str:
-        """Returns the address. Raises ValueError if `url` is no address, or the key would be sent in plain text."""
+        """`url` without slashes at its end. Raises ValueError if `url` is no http or https address, which may have a
+        port and a path, or if the key would go to another machine in plain text."""
         try:
             parts = urllib.parse.urlsplit(url)
             host, _ = parts.hostname or "", parts.port
@@ -95,10 +95,9 @@ class Client:
         return url.rstrip("/")
 
     def request(self, method: str, url: str, body: bytes | None, noted: SimpleNamespace) -> Any:
-        """Opens a request, as aiohttp does; no redirect is followed.
-
-        `noted.connected` gets the time at which the server accepts the connection, in seconds of `time.monotonic`.
-        """
+        """A request in aiohttp's form, a context manager that sends it and gives the answer. No redirect is followed.
+        `body` is JSON; None for no body. `noted.connected` gets the time at which the server accepts the connection, in
+        seconds of `time.monotonic`. The first call opens the session, in the running event loop."""
         if self._session is None:
             self._session = self._opened()
         named = {"server_hostname": self._name} if self._name is not None and url.startswith("https:") else {}
@@ -106,6 +105,7 @@ class Client:
         return self._session.request(method, url, data=body, **options)
 
     def without_key(self, text: str) -> str:
+        """`text` with "…" in place of the API key, for messages."""
         return text if self._key is None else text.replace(self._key.header.removeprefix("Bearer "), "…")
 
     async def close(self) -> None:
@@ -132,15 +132,17 @@ class Client:
 
 
 class Caller:
-    """Calls one server, whose address `url` the client has checked."""
+    """Calls one server at `url`, an address from `client.check`. Calls may be under way at the same time."""
 
     def __init__(self, url: str, client: Client):
         self.url, self._client = url, client
         self._under_way = dict[asyncio.Timeout, SimpleNamespace]()
 
     async def post(self, path: str, body: Mapping[str, Any]) -> tuple[Any, float]:
-        """Returns (JSON of the answer, None for an empty answer; time at which the server accepted the connection, in
-        seconds of `time.monotonic`). Raises Unavailable or Refused."""
+        """Posts `body` as JSON. Returns the JSON of the answer, None for an empty one, and the time at which the server
+        accepted the connection, in seconds of `time.monotonic`. Raises Unavailable if there is no answer within the
+        client's timeout, or the status is 408, 425, 429, 500, 502, 503 or 504; Refused for every other status than 200,
+        and for an answer that is not JSON."""
         status, content, connected = await self._answer("POST", path, json.dumps(body).encode(), self._client.timeout)
         if status != 200:
             raise Refused(self._said(path, status, content), status=status)
@@ -150,11 +152,12 @@ class Caller:
             raise Refused(f"{self.url}{path} answered no JSON: {content[:80]!r}") from None
 
     async def look(self, timeout: float, path: str = "/health") -> None:
-        """Returns if the server answers a GET in time; raises Unavailable if not, or if the status is in `_PASSES`."""
+        """Sends a GET and returns once the server answers. Raises Unavailable if no answer comes within `timeout`
+        seconds, or if the status is 408, 425, 429, 500, 502, 503 or 504."""
         await self._answer("GET", path, None, timeout)
 
     def break_off(self) -> None:
-        """Ends the calls that wait for an answer: they raise Unavailable."""
+        """Ends all calls of this server that are under way: they raise Unavailable. Does not wait for them."""
         for limit, noted in self._under_way.items():
             if not limit.expired():
                 noted.broken = True
@@ -206,7 +209,7 @@ async def _read(answer: aiohttp.ClientResponse) -> bytes:
 
 
 Look = Callable[[], Awaitable[list[str]]]
-"""Looks for the servers' addresses. Raises OSError or ValueError if they cannot be found now."""
+"""Looks for the servers' URLs, which may be none. Raises OSError or ValueError if they cannot be found now."""
 
 
 def source(text: str, check: Callable[[str], str], field: str = "servers.urls") -> list[str] | Look:
@@ -220,9 +223,11 @@ def source(text: str, check: Callable[[str], str], field: str = "servers.urls") 
     | `file:PATH` | the lines of the file, or of all files of the folder; `#` begins a comment |
 
     Args:
-      check: returns an address, or raises ValueError with what is wrong with it.
+      check: returns the URL to use for a URL, or raises ValueError with what is wrong with it. A wrong line of a file
+        is skipped if there is a right one.
+      field: the name of the field, for messages.
 
-    Raises ValueError if there is no address, two addresses are equal, or an address has another form.
+    Raises ValueError if there is no address, two addresses are equal, or `text` has another form.
     """
     if text.startswith("file:"):
         path = storage.absolute(text.removeprefix("file:"))
@@ -255,10 +260,8 @@ def _resolver(text: str, scheme: str, place: str, check: Callable[[str], str]) -
 
 
 def _lines(path: epath.Path, check: Callable[[str], str]) -> list[str]:
-    """The addresses in a file, or in all files of a folder but those that are being written.
-
-    A line that is no address is skipped. Raises ValueError if there are lines and no line is an address.
-    """
+    """The addresses in a file, or in all files of a folder but those that are being written. A line that is no address
+    is skipped. Raises ValueError if there are lines and no line is an address."""
     files = [file for file in path.iterdir() if not file.name.startswith(".")] if path.is_dir() else [path]
     lines = [line.partition("#")[0].strip() for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     found, faults = set[str](), list[ValueError]()

@@ -23,20 +23,22 @@ _IMPOSSIBLE = -9999.0
 
 
 class Aborted(Exception):
-    """The server has ended a completion before its end."""
+    """The server has broken off a completion. Another try may succeed."""
 
 
 class Unusable(Exception):
-    """A server's answer holds no completion of the request. The message says why, and what the server lacks."""
+    """A server's answer does not answer the request. The message says why, and what the server lacks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TurnRequest:
-    """Asks for the next turn of `row`: the whole completion, unless an environment answers it.
+    """Asks for the next turn of a completion. Without an environment, the whole completion is one turn.
 
     Attributes:
+      row: the completion in the making.
       model: the name under which the server has the model; None for the server's only model.
-      counters: send this project's counters of random numbers, and want its exact log-probabilities.
+      counters: whether the server is this project's own: it gets the counters of random numbers, and returns the
+        log-probabilities with which it has drawn. Otherwise it gets a seed.
     """
 
     row: Row
@@ -45,15 +47,13 @@ class TurnRequest:
 
     @property
     def sampling(self) -> Sampling:
-        """The sampling parameters of this turn. `max_tokens` is what the completion's limit leaves for the turn."""
+        """The sampling parameters of this turn. `max_tokens` is what the limits of completion and turn leave for it."""
         return dataclasses.replace(self.row.sampling, max_tokens=self.row.limit - self.row.transcript.count)
 
     @property
     def body(self) -> dict[str, Any]:
-        """The request. Every sampling parameter is named: servers have defaults of their own, and models bring some.
-
-        A later turn is asked with all tokens of the prompt, the turns and the observations before it.
-        """
+        """The JSON object to post to /v1/completions. The prompt is all tokens before the turn, as token ids. Every
+        sampling parameter is named: servers have defaults of their own, and models bring some."""
         sampling, transcript, drawn = self.sampling, self.row.transcript, self.row.drawn + self.row.transcript.count
         body: dict[str, Any] = {
             "prompt": self.row.context.tolist(),
@@ -74,17 +74,14 @@ class TurnRequest:
         if self.counters:
             counters = [count % 2**32 for count in self.row.counters]
             return {**body, "counters": counters, "drawn": drawn, "sampler_logprobs": True}
-        return {
-            **body,
-            "seed": seed_of(*self.row.counters, turn=self.row.drawn + len(transcript.observations)),
-            "logprobs": 0,
-        }
+        seed = seed_of(*self.row.counters, turn=self.row.drawn + len(transcript.observations))
+        return {**body, "seed": seed, "logprobs": 0}
 
     def completion(self, answer: Any, version: int, vocab_size: int) -> Completion:
-        """The turn in an answer, of weights `version`. Log-probs up to 1e-5 above 0 are taken as 0.
-
-        Raises Unusable if the answer has no turn, or a turn of another request; Aborted if the server ended the turn.
-        """
+        """The turn in `answer`, the JSON of a server's answer to `body`, as a completion by weights of `version`.
+        Log-probabilities up to 1e-5 above 0 are taken as 0. Raises Aborted if the server broke the turn off; Unusable
+        if the answer has no token ids or no log-probabilities, is of another prompt, has a token that is not below
+        `vocab_size`, or does not end at a stop token or at the limit of tokens."""
         try:
             [choice] = answer["choices"]
             reason, ids, prompt = choice["finish_reason"], choice.get("token_ids"), choice.get("prompt_token_ids")
@@ -116,9 +113,9 @@ class ScoreRequest:
 
     Attributes:
       tokens: i32[T].
-      first: the first token whose log-probability is wanted, at least 1. The others are its context.
-      model: as of `TurnRequest`.
-      names: want the texts of all tokens in place of log-probabilities.
+      first: the index of the first token whose log-probability is wanted, at least 1. The tokens before are context.
+      model: the name under which the server has the model; None for the server's only model.
+      names: whether the texts of all tokens are wanted, in place of log-probabilities.
     """
 
     tokens: np.ndarray
@@ -128,16 +125,15 @@ class ScoreRequest:
 
     @property
     def body(self) -> dict[str, Any]:
-        """The request."""
+        """The JSON object to post to /v1/completions."""
         named = {} if self.model is None else {"model": self.model}
         asked = {"max_tokens": 0, "echo": True, "logprobs": 0, "temperature": 1.0, "n": 1}
         return {"prompt": self.tokens.tolist(), **asked, **named}
 
     def read(self, answer: Any) -> Any:
-        """The log-probabilities f32[T - first] in nats. With `names`: the texts of all T tokens instead.
-
-        Raises Unusable if the answer does not have a log-probability and a text for each of the T tokens.
-        """
+        """The log-probabilities f32[T - first], in nats, of the JSON of an answer; with `names` a list of T texts.
+        Raises Unusable unless the answer has an entry for each of the T tokens, and each wanted log-probability is at
+        most 0 (up to 1e-5 above counts as 0), finite, and above -9999."""
         try:
             [choice] = answer["choices"]
             names, found = choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]
@@ -155,7 +151,8 @@ class ScoreRequest:
 
 
 def fault_of(one: Completion, sampling: Sampling, vocab_size: int) -> str:
-    """The reason why an answer is no completion of one turn; "" if the answer is a completion."""
+    """The reason why `one` is no turn drawn by `sampling` from a vocabulary of `vocab_size`; "" if it may be one. A
+    turn has finite log-probabilities of at most 0, and ends at its first stop token or at `sampling.max_tokens`."""
     tokens, logprobs = one.tokens, one.logprobs
     if not 1 <= len(tokens) <= sampling.max_tokens or len(logprobs) != len(tokens):
         return f"a completion of {len(tokens)} tokens; the limit is {sampling.max_tokens}"
@@ -171,7 +168,8 @@ def fault_of(one: Completion, sampling: Sampling, vocab_size: int) -> str:
 
 
 def seed_of(seed: int, step: int, prompt_id: int, index: int, *, turn: int = 0) -> int:
-    """A seed below 2^31, as every server takes it. The seeds of a group are consecutive, so all differ."""
+    """The seed of a turn of completion `index` in its group: a number from 0 to 2^31 - 1, as every server takes it. The
+    seeds of a group are consecutive modulo 2^31, so all differ. Equal arguments give equal seeds."""
     digest = hashlib.sha256(f"{seed % 2**32}/{step}/{prompt_id}{f'/{turn}' if turn else ''}".encode()).digest()
     return (int.from_bytes(digest[:4], "little") + index) % 2**31
 
@@ -190,15 +188,15 @@ def _logprobs(values: Any) -> np.ndarray:
 
 
 LIMITS: Mapping[str, tuple[float, float]] = {"float32": (1e-4, 1e-4), "bfloat16": (0.02, 0.2)}
-"""By the dtype of the weights: above which mean difference, in nats, a probe is a warning and a fault."""
+"""By the dtype in which a model computes: the mean differences, in nats, above which a probe warns and fails."""
 _PROMPT, _TOKENS, _KNOWN = 64, 8, 8
 _MULTIPLE = 128  # of the tokens of a row: every attention kernel takes them
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far an answer is from the trainer's numbers: the mean over tokens, and the token that differs most, with its
-    log-probability by the server and by the trainer. All in nats."""
+    """How far an answer is from the trainer's numbers: the mean over tokens, and the id of the token that differs most,
+    with its log-probability by the server and by the trainer. Mean and log-probabilities are in nats."""
 
     mean: float
     token: int
@@ -208,16 +206,16 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """N greedy tokens after a prompt, as the trainer computes them. The server reads the prompt in one pass, through
-    its cache of prefixes, and decodes the N tokens one by one.
+    """N greedy tokens after a prompt, as the trainer computes them: a test of the weights that a server has.
+    The server reads the prompt in one pass, through its cache of prefixes, and decodes the N tokens one by one.
 
     Attributes:
       prompt: i32[P].
-      tokens: i32[N, K], the most probable tokens of each place after the most probable ones before it, best first.
+      tokens: i32[N, K], the K most probable tokens of each place, best first, after the best tokens before it.
       logprobs: f32[N, K], the log-probabilities of `tokens`, in nats.
+      warns, fails: the mean differences, in nats, above which the caller warns and fails.
+      vocab_size: the number of token ids of the model.
       model: the name under which the server has the model; None for the server's only model.
-      warns, fails: mean differences, in nats, above which a probe is a warning and a fault.
-      vocab_size: of the model.
     """
 
     prompt: np.ndarray
@@ -230,7 +228,7 @@ class Probe:
 
     @property
     def body(self) -> dict[str, Any]:
-        """The request. A stop token ends nothing, so that all tokens are decoded."""
+        """The JSON object to post to /v1/completions. No stop token ends the completion: all N tokens are decoded."""
         return {**self._question.body, "ignore_eos": True}
 
     @property
@@ -239,11 +237,12 @@ class Probe:
         return TurnRequest(row, self.model)
 
     def difference(self, answer: Any) -> Difference:
-        """Compares an answer, up to the first token that is not the trainer's: later tokens have another context.
+        """Compares the JSON of an answer to `body` with the trainer's numbers, up to the first token that is not the
+        trainer's: later tokens have another context.
 
         If two tokens are about equally probable, the server may choose the other one. The difference then is at least
         log π(trainer's token) − log π(server's token), by the trainer's π. A token that is not among the K best counts
-        as the last of the K. Raises Unusable as `TurnRequest.completion`.
+        as the last of the K. Raises Unusable if the answer has no such completion, Aborted if it was broken off.
         """
         made, found = self._question.completion(answer, 0, self.vocab_size), list[tuple[float, int, float, float]]()
         for token, server, tokens, logprobs in zip(made.tokens, made.logprobs, self.tokens, self.logprobs, strict=True):
@@ -268,16 +267,18 @@ def prober(
     known_ids: int,
     model: str | None = None,
 ) -> Callable[[Params], Probe]:
-    """A function that makes the probe of weights. Every process calls the function, on the trainer's mesh.
+    """Makes a function from weights to their `Probe`. All processes call that function together, on the trainer's mesh.
 
-    The prompt is 64 tokens, the same for all weights, drawn from the first `known_ids` of the vocabulary: after it no
-    token is certain, so that each log-probability depends on all weights. Eight tokens follow.
+    The prompt is 64 tokens, the same for all weights, drawn from the first `known_ids` of the vocabulary: after such a
+    prompt no token is certain, so that each log-probability depends on all weights. Eight tokens follow.
 
     Args:
-      dtype: in which the model computes.
+      graphdef, config: of the model; `nnx.merge(graphdef, params)` gives the module.
+      dtype: the dtype in which the model computes, a key of `LIMITS`.
       rows: the number of equal rows of the program. The mesh must divide it.
       replicated: the sharding of what every process reads.
-      prompt, tokens: the most of each that servers take.
+      prompt, tokens: the most of each that servers take, if that is less than 64 and 8.
+      model: the name under which servers have the model; None for the only model of a server.
     """
     warns, fails = LIMITS[dtype]
     prompt, tokens = min(_PROMPT, prompt), min(_TOKENS, tokens)

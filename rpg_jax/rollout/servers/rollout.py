@@ -28,15 +28,18 @@ _PATIENCE = 60.0  # seconds without an answer of that server
 
 
 class ServersRollout(Rollout):
-    """One call of a server for each completion, or for each turn of a completion if there is an environment.
+    """The rollout that calls a server for each completion, or for each turn if there is an environment.
 
     A server loads the weights before its first completion of these weights. Every process of the trainer asks for its
-    share of the prompts. All processes ask the same servers, so a server is idle only if no process has work.
+    share of the prompts. All processes ask the same servers, so a server is idle only if no process has work. The
+    constructor starts a thread, which runs `balance`.
 
     Args:
+      balance: chooses a server for each call.
+      weights: the weights that servers load, or the weights of a server that other clients use too.
       model: the name under which servers have the model; None for the only model of a server.
-      counters: servers draw this project's random numbers, see `Kind`.
-      capacity: most tokens of a prompt and its completion.
+      counters: whether the servers are this project's own and draw its random numbers.
+      capacity, vocab_size: the most tokens of a prompt with its completion, and the number of token ids of the model.
     """
 
     apart = True
@@ -59,6 +62,10 @@ class ServersRollout(Rollout):
         self._running = self._background.begin(balance.run())
 
     def sample(self, request: Request) -> list[list[Completion]]:
+        """Waits for the completions of each prompt, and returns them in order; [] for a prompt in `request.done`.
+        `request.on_group` runs in the caller's thread. Raises ValueError if a prompt with its limit of tokens is longer
+        than `capacity` or a token is not below `vocab_size`; and ServerError, a RolloutError, if servers refuse, do not
+        answer for long, or answer something unusable."""
         request.check_fits(capacity=self._capacity, vocab_size=self._vocab_size)
         groups: list[list[Completion]] = [[] for _ in request.prompts]
         made: queue.SimpleQueue[tuple[int, list[Completion]] | None] = queue.SimpleQueue()
@@ -77,10 +84,14 @@ class ServersRollout(Rollout):
         return groups
 
     def exchange(self, value: bytes) -> list[bytes]:
+        """The `value` of every process, in their order. All processes call this together, on any one thread of each."""
         return self._exchange.all_gather_bytes(value)
 
     def take_counts(self) -> dict[str, float]:
-        """Metrics of the servers since the last call, of all processes together."""
+        """Metrics servers/NAME for the time since the last call, of all processes, which call this together. NAME is
+        `answering`, the fewest servers in order that a process sees; `requests`, `refused`, `failures` and `loads`,
+        sums of events; `longest_idle` in seconds and `probe_gap` in nats, the largest of a process; and, if the weights
+        lie in folders, the names of `WeightFolders.take_counts`."""
         counts = self._balance.counts()
         said = [json.loads(one) for one in hosts.all_gather_bytes(json.dumps(counts).encode())]
         together = {"answering": min, "longest_idle": max, "probe_gap": max}
@@ -88,6 +99,7 @@ class ServersRollout(Rollout):
         return found | self._deployed.take_counts()
 
     def close(self) -> None:
+        """Ends the thread and the calls under way."""
         self._background.close()
 
     async def _all(self, request: Request, made: queue.SimpleQueue[Any]) -> None:
@@ -118,7 +130,8 @@ class ServersRollout(Rollout):
 
 
 class ServersWeights(Weights):
-    """The weights of a server that has other clients too. This process can neither read nor replace the weights."""
+    """The weights of a server at `url` that has other clients too, with the checksum that the server gave. This process
+    can neither read nor replace the weights: `stage`, `sync` and `verify` raise ValueError."""
 
     def __init__(self, url: str, checksum: int):
         self.version, self._url, self._said = 0, url, checksum
@@ -128,6 +141,7 @@ class ServersWeights(Weights):
         return self._said
 
     def take_counts(self) -> dict[str, float]:
+        """{}: no weights are written, so there are no metrics."""
         return {}
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
@@ -137,11 +151,12 @@ class ServersWeights(Weights):
 
 
 class ServedTeacher:
-    """log π_teacher of given completions, by servers of the teacher. They compute at temperature 1.
-
-    A text is a prompt with a completion. Each process asks for its share of the texts, and all get all numbers.
+    """log π_teacher of given completions, by servers of the teacher, at temperature 1. Each process asks for its share
+    of the completions, and all get all numbers. The constructor starts a thread, which runs `balance`. No server is
+    told to load weights.
 
     Args:
+      balance: chooses a server for each call.
       model: the name under which servers have the teacher; None for the only model of a server.
     """
 
@@ -152,7 +167,8 @@ class ServedTeacher:
         self._running = self._background.begin(balance.run())
 
     def logprobs(self, groups: Sequence[Packable]) -> list[list[np.ndarray]]:
-        """f32[n] of each completion of each group, in nats. Raises ServerError as `Balance.ask`."""
+        """The log-probabilities f32[n], in nats, of the tokens of each completion of each group. Blocks. All processes
+        call this together, with the same groups. Raises ServerError if servers refuse, or fail for long."""
         texts = [(g.prompt, completion.tokens) for g in groups for completion in g.completions]
         own = self._ask([ScoreRequest(np.concatenate(text), len(text[0]), self._model) for text in hosts.share(texts)])
         parts = hosts.all_gather_bytes(np.concatenate([np.zeros(0, np.float32), *own]).tobytes())
@@ -164,11 +180,13 @@ class ServedTeacher:
         return [[next(scores) for _ in g.completions] for g in groups]
 
     def names(self, tokens: np.ndarray) -> list[str]:
-        """The texts of tokens i32[n], each alone, as the servers' tokenizer has them."""
+        """The text of each of the tokens i32[n], as the servers' tokenizer has it. Blocks. Raises ServerError if
+        servers refuse, or fail for long."""
         [found] = self._ask([ScoreRequest(tokens, 0, self._model, names=True)])
         return found
 
     def close(self) -> None:
+        """Ends the thread and the calls under way."""
         self._background.close()
 
     def _ask(self, requests: Sequence[ScoreRequest]) -> list[Any]:
@@ -182,17 +200,17 @@ class ServedTeacher:
 def connect(
     url: str, *, certificate: str | None, key: ApiKey | None, parallel: int, capacity: int, vocab_size: int
 ) -> ServersRollout:
-    """A rollout by one server of this project, `http://HOST:PORT`. The server is never told to load weights.
+    """A rollout by one server of this project at `url`, http://HOST:PORT. The server is never told to load weights.
 
-    All completions are of the weights that the server has now. An answer of other weights is an error.
+    All completions are of the weights that the server has now: `connect` asks for their checksum, by a completion of
+    one token. An answer of other weights counts as a failure of the server. Raises ValueError if `url` is no address,
+    the key would go to another machine in plain text, or the file cannot be read; and ServerError, a ValueError, if the
+    server does not answer or does not say which weights it has.
 
     Args:
-      certificate: the PEM file to trust; None for the system's.
-      parallel: calls at once.
-      capacity, vocab_size: see `ServersRollout`.
-
-    Raises:
-      ValueError: the address, the key or the file does not fit, or the server does not answer as ours does.
+      certificate, key: the path of the PEM file to trust, None for the system's; and the API key, None without one.
+      parallel: the most calls at once.
+      capacity, vocab_size: the most tokens of a prompt with its completion, and the number of token ids of the model.
     """
     client = Client(key=key, certificate=certificate, timeout=_TIMEOUT)
     url = client.check(url)

@@ -12,7 +12,7 @@ from typing import Any
 from rpg_jax.rollout.servers.client import Caller, Unavailable
 
 Call = tuple[str, Mapping[str, Any]]
-"""A path, and the JSON object that is posted there."""
+"""(path, the JSON object to post there)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,16 +20,16 @@ class Kind:
     """One program of servers, such as vLLM.
 
     Attributes:
-      loads: from a folder of weights and a label to the calls, in order, that make the server use these weights. The
-        calls end the completions under way, and empty the server's cache of prefixes.
-      needs: what must serve, and how it must be started for `loads`, as a sentence.
-      counters: the program is this project's own: it draws this project's random numbers, and every answer has the
-        checksum of the weights. Servers of other programs are probed after each load.
-      refuses: an answer 500 with this text to a load means that the next load would fail in the same way.
+      loads: from (folder of weights, label) to the calls, in order, that make the server use these weights. The calls
+        end the completions under way, and empty the server's cache of prefixes.
+      needs: what must serve, and how it must be started for `loads`, as a sentence for messages.
+      counters: whether the program is this project's own: it draws this project's random numbers, and every answer has
+        the checksum of the weights. Servers of other programs are probed after each load.
+      refuses: the text of an answer 500 to a load after which every load would fail; None: there is no such text.
       health: the path of the health of the program that samples. vLLM's /health is the health of its HTTP server, which
         answers while the engine hangs.
-      head: a tied model's folder has the head as a tensor of its own too. vLLM keeps a packed copy of the head on a
-        CPU, which a reload replaces only where the folder has the tensor.
+      head: whether a folder of a model with tied embeddings must have the head as a tensor of its own too. vLLM keeps a
+        packed copy of the head on a CPU, which a reload replaces only where the folder has the tensor.
     """
 
     loads: Callable[[str, str], list[Call]]
@@ -74,7 +74,7 @@ KINDS = {
         counters=True,
     ),
 }
-"""By the value of the config field `servers.kind`."""
+"""The programs by the value of the config field `servers.kind`."""
 
 TEACHER = Kind(lambda folder, label: [], "reference.path needs servers with OpenAI's completions, echo and logprobs")
 """Servers of a teacher, which load nothing."""
@@ -87,8 +87,7 @@ _FEWER, _SHARE = 0.75, 16  # a refusal leaves 3/4 of the limit; a round of answe
 
 @dataclasses.dataclass(eq=False)
 class Server:
-    """One server. All times are seconds of `time.monotonic`.
-
+    """One server, as `Balance` counts its calls. All times are seconds of `time.monotonic`.
     Calls that were open at the same time and failed count as one incident. The same holds for calls that are refused.
 
     Attributes:
@@ -134,25 +133,31 @@ class Server:
         return not (self.resting or self.failures)
 
     def is_free(self, label: str, now: float) -> bool:
-        """Whether the server can have one more call for the weights `label`. The call that loads weights is alone."""
+        """Whether the server can have one more call for the weights `label`, at the time `now`. A server that must load
+        these weights first has one call only, the one that makes it load."""
         return now >= self.until and self.calls < (int(self.limit) if self.label == label else 1)
 
     def is_due(self, quiet: float, now: float) -> bool:
-        """Whether to ask for the server's health: after a rest, or after `quiet` silent seconds of calls under way."""
+        """Whether to ask for the server's health at the time `now`: at the end of a rest, or if calls are under way and
+        nothing was heard of the server for `quiet` seconds."""
         return now >= self.until if self.resting else self.calls > 0 and now - self.heard >= quiet
 
     def note_answer(self) -> None:
-        """Notes that a call was answered."""
+        """Notes that a call was answered: the count of failures ends, and `limit` rises, to `most` at most."""
         self.failures, self.limit = 0, min(self.most, self.limit + 1 / min(self.limit, _SHARE))
 
     def note_refusal(self, error: Unavailable, begun: float, now: float) -> None:
-        """Notes that the server had no room for a call `begun` then. It pauses if it asks to or has no call of ours."""
+        """Notes that the server had no room for a call that began at `begun`. `limit` falls by a quarter, to 1 at
+        least, and the server gets no call while it asks us to wait, or during `rest` if it has no call of ours.
+        Refusals of calls that were under way together count once."""
         if begun > self.refused:
             self.refused, self.limit = now, max(1, self.limit * _FEWER)
             self.until = now + min(max(error.after, 0.0 if self.calls else self.rest), _LONGEST_REST)
 
     def note_failure(self, error: Unavailable, begun: float, now: float) -> bool:
-        """Notes that a call `begun` then failed. Returns whether this is a new incident; then the server rests."""
+        """Notes that a call that began at `begun` has failed. Returns whether this is a new incident: no call that
+        began later has failed before. Then the server rests, twice as long after each incident, at most 30 seconds, and
+        its weights count as unknown."""
         if begun < self.failed:
             return False
         rest = self.rest * 2 ** min(self.failures, _DOUBLINGS)
@@ -162,7 +167,7 @@ class Server:
         return True
 
     def note_health(self, error: Unavailable | None, now: float) -> None:
-        """Notes the result of a health call during a rest. If `error` is None, the rest is over."""
+        """Notes the result of a health call during a rest: None ends the rest, and an error prolongs it by `rest`."""
         self.resting = error is not None
         if error is not None:
             self.until, self.said = now + self.rest, str(error)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -28,9 +28,9 @@ class PendingFolder:
     """Weights on their way into a folder.
 
     Attributes:
-      checksum: the checksum of the weights.
-      folder: the future of the folder, which has a result once the folder is complete.
-      probe: the answer of a server that has loaded the weights; None where servers prove their weights otherwise.
+      checksum: the 64-bit checksum of the weights.
+      folder: the future of the folder's path. It has a result once the folder is complete, or StorageFailure.
+      probe: a question, and its answer by these weights; None where servers prove their weights otherwise.
     """
 
     checksum: int
@@ -52,10 +52,10 @@ class WeightFolders(Weights):
       params: the trainer's weights, version 0.
       home: a folder that all processes write and all servers read, under the same path. Each run has its own.
       saving: writes a version of the weights into a folder, each process its own part.
-      use: receives each folder that servers load from now on.
+      use: receives the folder of each synced version, which servers load from then on.
       dtype: the dtype of the weights in the folder; None for the dtype of `params`.
       base: the frozen weights, if `params` are adapters; the folder has both, merged.
-      probe: makes the answer of a server that has the weights; None where servers prove their weights otherwise.
+      probe: makes a question, and its answer by the weights; None where servers prove their weights otherwise.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class WeightFolders(Weights):
         self._begun = True
 
     def stage(self, params: Params) -> PendingFolder:  # type: ignore[override]  # on no device
-        """Copies this process's part to host memory, and begins to write it. All processes call it, on the main thread.
-
+        """Copies this process's part to host memory, and returns while a thread writes it. All processes call this
+        together, on the main thread. The same weights as in the call before give its result, and nothing is written.
         During the copy the devices hold all weights once more, in `dtype`, split as the trainer's weights are. `Saving`
         says how much memory it needs besides.
         """
@@ -98,10 +98,8 @@ class WeightFolders(Weights):
         return self._last
 
     def sync(self, params: Params | PendingFolder, version: int) -> None:  # type: ignore[override]
-        """Waits for the folder, and makes servers load the folder.
-
-        Raises StorageFailure if a process could not write its part.
-        """
+        """Waits until the folder of `params` is complete, and hands it to `use`: servers then load it as `version`.
+        Weights that are not staged are staged first. Raises StorageFailure if a process could not write its part."""
         if not self._begun:  # a run that continues has not read its weights yet
             self.version, self._checksum = version, None
             return
@@ -114,24 +112,21 @@ class WeightFolders(Weights):
         self._use(Loadable(str(folder), f"{copy.checksum:016x}", copy.checksum, copy.probe))
 
     def checksum(self) -> int:
-        """The checksum of the weights that servers load."""
+        """The 64-bit checksum of the weights of the last sync, which servers load."""
         assert self._checksum is not None, "a sync sets it"
         return self._checksum
 
     def verify(self, params: Params | PendingFolder) -> None:  # type: ignore[override]
-        """Raises RolloutError if the folder has other weights. It does not ask servers for their weights."""
+        """Raises RolloutError if the weights of the last sync are not `params` in `dtype`, by their checksums. It asks
+        no server, and reads no folder."""
         own = params.checksum if isinstance(params, PendingFolder) else weights_checksum(self._converted(params))
         if own != self.checksum():
             raise RolloutError(f"the servers' folder has weights {self.checksum():016x}, and the trainer {own:016x}")
 
-    def pinned(self) -> NoReturn:  # type: ignore[override]
-        raise RuntimeError("the weights are with the servers")
-
     def take_counts(self) -> dict[str, float]:
-        """Metrics since the last call: bytes of all processes, bytes of the process with the most, and seconds.
-
-        The seconds of the copy and of the wait are this process's. The seconds of writing are the slowest process's.
-        """
+        """Metrics for the time since the last call, each named servers/weights_NAME. NAME is `bytes`, written by all
+        processes; `bytes_of_a_process`, by the process with the most; `copy_seconds` to host memory and `wait_seconds`
+        of `sync`, of this process; and `write_seconds`, of the slowest process."""
         with self._counting:
             taken, self._counts = self._counts, Counter()
         names = ("bytes", "bytes_of_a_process", "copy_seconds", "write_seconds", "wait_seconds")

@@ -19,20 +19,19 @@ from etils import epath
 from rpg_jax import storage
 from rpg_jax.storage import errors
 
-ENVIRONMENT = "RPG_JAX_API_KEY"
+ENVIRONMENT = "RPG_JAX_API_KEY"  # the variable that may hold a server's API key
 CERTIFICATE, PRIVATE_KEY = "RPG_JAX_CERTIFICATE", "RPG_JAX_PRIVATE_KEY"
 """Variables that may hold the texts of a server's PEM files: a launcher fills variables from a store of secrets."""
 STALL_SECONDS = 30.0
-"""A connection that brings no whole request head, no body or no reader for so long is closed."""
+"""A connection is closed if for so many seconds no whole request head or no body comes, or the client reads nothing."""
 
 _SHORTEST = 16
 
 
 class ApiKey:
-    """A secret that clients send as `Authorization: Bearer KEY`, in HTTP headers or gRPC metadata.
-
-    Raises ValueError if the key is short, or has characters that a header cannot carry.
-    """
+    """A secret that clients send as `Authorization: Bearer KEY`, in HTTP headers or gRPC metadata. The attribute
+    `header` is the text "Bearer KEY". Raises ValueError if `text`, the key, has fewer than 16 characters, a space, or a
+    character that is not visible ASCII."""
 
     def __init__(self, text: str):
         if len(text) < _SHORTEST or not all("!" <= letter <= "~" for letter in text):
@@ -45,11 +44,9 @@ class ApiKey:
 
     @classmethod
     def find(cls, file: str | None, environment: Mapping[str, str] = os.environ) -> Self | None:
-        """The key in `file`, else in the variable RPG_JAX_API_KEY; None without both. Spaces at the ends do not count.
-
-        Raises:
-          ValueError: the file cannot be read, or its text or the variable's is no key; the message has the source.
-        """
+        """The key in the file `file`; if `file` is None, the key in the variable RPG_JAX_API_KEY; None without both.
+        White space at the ends of the text does not count. Raises ValueError if the file cannot be read, or if the text
+        is no key; the message names the file or the variable."""
         if file is None and ENVIRONMENT not in environment:
             return None
         source = f"the environment variable {ENVIRONMENT}" if file is None else file
@@ -61,21 +58,20 @@ class ApiKey:
             raise ValueError(f"{source}: {error}") from None
 
     def opens(self, authorization: str | None) -> bool:
-        """Whether a header has this key. The comparison takes the same time for every wrong key."""
+        """Whether `authorization`, the value of a header or None without one, is "Bearer KEY" with this key. The
+        comparison takes the same time for every wrong key."""
         return hmac.compare_digest(_digest(authorization or ""), self._digest)
 
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """Where a server listens, and what it asks of clients.
+    """Where a server listens, and what it asks of clients. Raises ValueError if `host` is not loopback and there is no
+    TLS or no API key, or if one PEM file lacks the other.
 
     Attributes:
-      host: an address of this machine.
-      certificate, private_key: PEM files of TLS, the chain and its key; None for plain text.
-      key: None serves everybody who reaches the address.
-
-    Raises:
-      ValueError: other machines reach the host, and there is no TLS or no API key; or one PEM file lacks the other.
+      host: the address or name of this machine on which the server listens.
+      certificate, private_key: the paths of TLS's PEM files, the chain and its key; None for plain text.
+      key: the API key that every request needs; None serves everybody who reaches the address.
     """
 
     host: str = "127.0.0.1"
@@ -97,7 +93,8 @@ class Access:
             raise ValueError(f"host {self.host} is not loopback: it needs an API key, --api_key_file or {ENVIRONMENT}")
 
     def check_free(self, flag: str, port: int | None) -> None:
-        """Raises ValueError, with the flag's name, if another program listens on the port; None and 0 are free."""
+        """Raises ValueError if no server can listen on `port` of the host, for example because another program does.
+        The message names the command line's `flag`. None and 0, any free port, fail only for a wrong host."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             socket.create_server((self.host, port or 0), family=family).close()
@@ -107,13 +104,15 @@ class Access:
             ) from error
 
     def grpc_credentials(self) -> grpc.ServerCredentials | None:
-        """TLS of a gRPC server; None without a certificate. Call `tls` first: it gives the reason for a broken file."""
+        """TLS of a gRPC server; None without a certificate. Raises OSError if a file cannot be read. Call `tls` before,
+        which checks what is in the files."""
         if self.certificate is None or self.private_key is None:
             return None
         return grpc.ssl_server_credentials([(Path(self.private_key).read_bytes(), Path(self.certificate).read_bytes())])
 
     def tls(self) -> ssl.SSLContext | None:
-        """TLS of an HTTP server; None without a certificate. Raises ValueError if a file cannot be read."""
+        """TLS of an HTTP server; None without a certificate. Raises ValueError if a file cannot be read, is no PEM, or
+        is encrypted, or if the key does not belong to the certificate."""
         if self.certificate is None:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -125,12 +124,9 @@ class Access:
 
 
 def pem_file(path: str | None, variable: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """`path`, or else the path of a file with the PEM text in `variable`; None if both are missing.
-
-    The file is in memory and ends with this process. So no private key stays on a disk.
-
-    Raises ValueError if the system has no files in memory.
-    """
+    """`path`; if it is None, the path of a new file with the PEM text of the environment variable `variable`; None if
+    the variable is missing too. The new file is in memory and ends with this process, so no private key stays on a
+    disk. Raises ValueError if the system has no files in memory, which only Linux has."""
     if path is not None or variable not in environment:
         return path
     if not hasattr(os, "memfd_create"):
@@ -142,7 +138,8 @@ def pem_file(path: str | None, variable: str, environment: Mapping[str, str] = o
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`, an address or a name."""
+    """Whether only this machine reaches `host`: an IP address of the loopback interface, or the name localhost. An IPv6
+    address may stand in brackets. Names are not resolved."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -153,31 +150,30 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
-_ANYWHERE = "192.0.2.1", 9  # an address of RFC 5737 that nobody has; no packet goes there
 _UNSPECIFIED = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}
+_ANYWHERE = {"127.0.0.1": "192.0.2.1", "::1": "2001:db8::1"}  # nobody has these; no packet goes there
 
 
 def address_of(host: str, port: int, *, tls: bool) -> str:
-    """The URL http://HOST:PORT, with `tls` https://HOST:PORT, under which clients reach a server on `host`.
-
-    A `host` of "", 0.0.0.0, :: or [::] means all addresses of this machine. HOST is then the address from which this
-    machine sends packets to other machines; without a route, loopback. An IPv6 HOST stands in brackets.
-    """
+    """The URL http://HOST:PORT, with `tls` https://HOST:PORT, under which clients reach a server on `host`. A `host` of
+    "", 0.0.0.0, :: or [::] means all addresses of this machine. HOST is then the address from which this machine sends
+    packets to others, by IPv6 for the last two; without a route, loopback. An IPv6 HOST stands in brackets."""
     if host in _UNSPECIFIED:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect(_ANYWHERE)
-                host = probe.getsockname()[0]
-            except OSError:  # no route to other machines
-                host = _UNSPECIFIED[host]
+        host = _UNSPECIFIED[host]
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:  # no route, or no IPv6
+            probe.connect((_ANYWHERE[host], 9))
+            host = probe.getsockname()[0]
     host = f"[{host}]" if ":" in host and not host.startswith("[") else host
     return f"{'https' if tls else 'http'}://{host}:{port}"
 
 
 def file_of(folder: str, name: str | None, port: int) -> epath.Path:
-    """The file of a server in `folder`, local or gs://BUCKET/…; by default it is called HOST-PORT.
+    """The path of a server's file in `folder`, which is local or gs://BUCKET/…. Nothing is written. `name` None stands
+    for HOST-PORT, with this machine's name.
 
-    Raises ValueError if the folder is an address of another kind, or the name is not the name of one file.
+    Raises ValueError if the folder is an address of another kind, or `name` has other signs than letters, digits and
+    "-_.", or does not begin with a letter or digit.
     """
     name = f"{socket.gethostname()}-{port}" if name is None else name
     if not re.fullmatch(r"[A-Za-z0-9][-\w.]*", name):
@@ -189,12 +185,9 @@ def file_of(folder: str, name: str | None, port: int) -> epath.Path:
 
 @contextlib.contextmanager
 def announce(file: epath.Path, address: str) -> Iterator[None]:
-    """Inside the block, `file` has the address. The file appears whole, and stays if the process is killed.
-
-    At the end of the block the file is deleted, unless another server of the same name has replaced the file.
-
-    Raises StorageFailure if the file cannot be written, after retries.
-    """
+    """While the block runs, `file` has the line `address`. The file appears whole, and stays if the process is killed.
+    At the end of the block the file is deleted, unless another server has written its own address there. Raises
+    StorageFailure if the file cannot be written or deleted, after several tries."""
     errors.written(lambda: _write(file, address + "\n"), file, alone=True)
     try:
         yield

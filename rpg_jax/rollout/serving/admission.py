@@ -31,12 +31,12 @@ _NO_POLICY = "the weights give logits that are not finite: they are no policy"
 
 
 def count(code: grpc.StatusCode) -> None:
-    """Counts a request that ended with `code`."""
+    """Counts a request that ended with `code`, in Prometheus's metric `rpg_requests`."""
     _REQUESTS.labels(code=code.name).inc()
 
 
 class Refused(Exception):
-    """The server does not serve a request to its end. `code` and the message give the reason."""
+    """The server does not serve a request, or not to its end. `code` and the message are for the client."""
 
     def __init__(self, code: grpc.StatusCode, message: str):
         super().__init__(message)
@@ -47,20 +47,22 @@ class Disk(Protocol):
     """Reads weights and puts them on the devices. Any thread may call the methods, but only one thread at a time."""
 
     def read(self, folder: str) -> Any:
-        """Reads a folder into host memory. The result has an attribute `nbytes`. Raises ValueError or OSError."""
+        """The weights in a folder, in host memory. Their attribute `nbytes` is their size. Raises ValueError if the
+        folder has no weights of this model, OSError if it cannot be read."""
 
     def swap(self, weights: Any) -> int:
-        """Replaces the present weights by `weights`, and returns the new checksum. Nothing may be sampled meanwhile."""
+        """Replaces the present weights by `weights`, the result of `read`, and returns the checksum of the new weights.
+        Nothing may be sampled meanwhile."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadResult:
-    """The result of a load.
+    """The result of a load of weights.
 
     Attributes:
       nbytes: bytes of the weights in host memory.
       read: seconds to read the weights.
-      drain: seconds of waiting for the last completion of the previous weights.
+      drain: seconds of waiting for the requests that were under way.
       swap: seconds to copy the weights to the devices and to compute their checksum.
       checksum: of the new weights.
     """
@@ -73,13 +75,16 @@ class LoadResult:
 
 
 class Admission:
-    """Admits requests to the driver of a rollout.
+    """Admits requests to the driver of a rollout. Only one event loop may use an object, in its thread.
+
+    `active` is the number of requests that are served. The server sets `draining` when it shuts down: then no request
+    and no load is admitted. `codec` and `sampling` are attributes too.
 
     Args:
       rollout: its driver serves the requests.
       codec: encodes and decodes text.
       sampling: the default of each parameter that a request does not set; its `max_tokens` is not used.
-      max_active: the most completions, and the most requests, at once. Further ones get RESOURCE_EXHAUSTED.
+      max_active: the most completions, and the most requests, at once. Further ones are refused.
       disk: reads the folders of weights that clients name; None if clients may not replace the weights.
     """
 
@@ -104,11 +109,12 @@ class Admission:
 
     @property
     def vocab_size(self) -> int:
+        """The number of token ids of the model."""
         return self._rollout.engine.config.vocab_size
 
     @property
     def idle(self) -> bool:
-        """Whether no request is served, and no weights are loaded."""
+        """Whether no request is served, and no load of weights goes on."""
         return not self.active and not self._loading
 
     @property
@@ -117,15 +123,15 @@ class Admission:
         return time.monotonic() - self._ended if self.idle else 0.0
 
     def arrival(self) -> int:
-        """Numbers a new request, from 0. A request without a seed gets its random numbers from this number."""
+        """The number of calls before this one. A prompt without a seed gets its random numbers from this number."""
         return next(self._arrivals)
 
     @contextlib.contextmanager
     def request(self) -> Iterator[Callable[[int], None]]:
-        """Counts one request while the block answers it. The block says how many completions the request takes.
-
-        Raises Refused if the server is full or shutting down, or the block raised ValueError or RolloutError.
-        """
+        """Counts one request while the block answers it. The block gets a function, to be called once with the number
+        of completions that the request takes. Raises Refused: UNAVAILABLE if the server shuts down or loads weights;
+        RESOURCE_EXHAUSTED, also from the function, above `max_active` requests or completions; INVALID_ARGUMENT in
+        place of a ValueError of the block, and INTERNAL in place of a RolloutError."""
         status, taken = grpc.StatusCode.CANCELLED, 0
 
         def take(count: int) -> None:
@@ -164,17 +170,15 @@ class Admission:
             raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, full)
 
     async def load(self, folder: str, label: str) -> LoadResult:
-        """Replaces the weights by the weights of a folder, one load after the other.
+        """Replaces the weights by the weights of a folder, and returns then. Loads run one after the other.
 
-        `label` names the contents of the folder: if the weights of this folder and label are in use, nothing is read.
-        With label "", every load reads.
+        `label` names the contents of the folder: if the weights in use are of this folder and label, nothing is read,
+        and the result is that of their load. With label "", every load reads. The server serves while it reads. After
+        that it refuses new requests to the end of the load, and waits for the requests under way. A load that has begun
+        goes on to its end even if the caller is cancelled.
 
-        The server serves while it reads the folder. From the end of reading to the end of the load it refuses
-        new requests. A load that has begun goes on to its end even if the caller is cancelled.
-
-        Raises:
-          Refused: clients may not load weights, the server is shutting down, or the folder cannot be read or has no
-            weights of this model.
+        Raises Refused: INVALID_ARGUMENT if there is no `disk` or the folder has no weights of this model, INTERNAL if
+        the folder cannot be read, UNAVAILABLE if the server shuts down.
         """
         if self._disk is None:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "start the server with --weights_from=FOLDER")
@@ -227,7 +231,8 @@ class Admission:
             self._swapping = False
 
     def checksum(self, version: int) -> str:
-        """A name for the weights of a version: the checksum in hexadecimal, or "version N" if no checksum is known."""
+        """A name for the weights of a version: the checksum as 16 hexadecimal digits, or "version N" if the checksum is
+        not known. A replaced version is known if it was asked for before, and no newer one has been asked for since."""
         weights = self._rollout.weights
         if version == weights.version:
             self._checksums = {version: weights.checksum()}
@@ -235,15 +240,14 @@ class Admission:
         return f"version {version}" if found is None else f"{found:016x}"
 
     async def encode(self, text: str) -> list[int]:
-        """The token ids of a text.
-
-        A long text does not delay other requests. Raises ValueError for a lone surrogate.
-        """
+        """The token ids of a text; no special tokens are added. A thread encodes, so a long text does not delay other
+        requests. Raises ValueError if the text has half of a character, a lone surrogate."""
         check_unicode(text, "the text")
         return await asyncio.to_thread(self.codec.encode, text)
 
     def checked(self, ids: Sequence[int], sampling: Sampling) -> np.ndarray:
-        """The prompt i32[n]. Raises ValueError if the engine cannot serve it."""
+        """The prompt of token ids as an array i32[n]. Raises ValueError if it is empty, has an id outside the
+        vocabulary, or has no room in a slot with `sampling.max_tokens`, or if `sampling` does not fit the engine."""
         prompt, engine = np.array(ids, np.int64), self._rollout.engine
         request = Request([prompt], [0], group_size=1, sampling=sampling, seed=0, step=0)
         request.check_fits(capacity=engine.decoding.capacity, vocab_size=engine.config.vocab_size)
@@ -252,11 +256,12 @@ class Admission:
     async def completion(
         self, prompt: np.ndarray, counters: tuple[int, int, int, int], sampling: Sampling, drawn: int = 0
     ) -> AsyncGenerator[tuple[np.ndarray, np.ndarray, int]]:
-        """Yields (tokens, log-probabilities, version of the weights that drew them) as the driver draws the tokens.
+        """Yields (tokens i32[n], their log-probabilities f32[n] in nats, version of the weights) as they are drawn.
 
-        `prompt` is from `checked`. Its last `drawn` tokens belong to the completion already, so the next token uses the
-        random number of position `drawn`. Close the iterator to free its slot. Raises RolloutError if a log-probability
-        is not finite.
+        `prompt` is from `checked`. `counters` are (seed, step, prompt_id, index), the origin of the random numbers. The
+        last `drawn` tokens of the prompt belong to the completion already: the next token uses the random number of
+        position `drawn`, and `sampling.max_tokens` counts the tokens after it. n is at least 1. Close the iterator to
+        free its slot. Raises RolloutError if the driver fails or a log-probability is not finite.
         """
         stream, whole = _Stream(), dataclasses.replace(sampling, max_tokens=drawn + sampling.max_tokens)
         row = Row(prompt, counters, whole, drawn=drawn, channel=stream)
@@ -279,7 +284,8 @@ class Admission:
             driver.retire(stream)
 
     def score(self, tokens: np.ndarray) -> Scores:
-        """The model's own log-probabilities of a text's tokens. Blocks its thread."""
+        """The model's own log-probabilities of the tokens i32[T] of a text. Blocks its thread. Raises RolloutError if
+        scoring fails, or a log-probability is not finite."""
         try:
             scores = self._rollout.engine.score(tokens)
         except Exception as fault:
@@ -289,11 +295,9 @@ class Admission:
         return scores
 
     def text(self, sampling: Sampling) -> Callable[[np.ndarray], str]:
-        """Makes a decoder: a function from a completion's next tokens to the text that the tokens add.
-
-        The decoder leaves out stop tokens. It holds back the bytes of an incomplete character until later tokens
-        complete the character, or until the completion ends.
-        """
+        """Makes the decoder of one completion: a function from its next tokens to the text that they add. The decoder
+        leaves out the stop tokens of `sampling`. It holds back the bytes of an incomplete character until later tokens
+        complete the character, or until a stop token or `sampling.max_tokens` ends the completion."""
         decoder, drawn = IncrementalDecoder(self.codec), 0
 
         def more(tokens: np.ndarray) -> str:

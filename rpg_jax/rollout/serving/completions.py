@@ -15,15 +15,17 @@ from rpg_jax.types import Sampling
 
 @dataclasses.dataclass(frozen=True)
 class CompletionRequest:
-    """A request for completions, with its fields checked.
+    """A request for completions, with its fields checked. Raises ValueError if `counters` come with a seed or for
+    several completions, if `drawn` comes without `counters` or without a longer prompt, or if a stream wants `logprobs`
+    or `echo`.
 
     Attributes:
-      prompts: i32[n] each.
+      prompts: token ids, i32[n] each.
       sampling: the sampling parameters of all completions.
-      draw: whether to draw completions. Without them, the answer scores the prompt.
+      draw: whether to draw completions. Otherwise the answer has the prompts' scores alone.
       n: completions of each prompt.
       seed: of the random numbers. None: every request has other random numbers.
-      stop: texts that end a completion. The completion ends before the text.
+      stop: texts that end a completion. The completion's text ends before the stop text.
       logprobs: how many of the most probable tokens are named beside each token; None: no log-probabilities.
       echo: whether the answer has the prompt.
       stream: whether the answer comes in pieces.
@@ -62,11 +64,11 @@ class CompletionRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """The tokens that one dispatch adds to the choice `index`. The dispatch had weights of `version`.
-
-    The last piece has a finish_reason, "stop" or "length". `token_ids` may be ahead of `text`: `text` holds back an
-    incomplete character, and the beginning of a possible stop text.
-    """
+    """The tokens that one dispatch, with weights of `version`, adds to a completion. `index` is p · n + i for
+    completion i of prompt p, if n completions of each prompt are asked for. `token_ids` may be ahead of `text`, which
+    holds back an incomplete character and the beginning of a possible stop text. `sampler_logprobs` are the
+    log-probabilities with which `token_ids` were drawn, in nats. `finish_reason` is "stop" or "length" in the last
+    piece, else None."""
 
     index: int
     text: str
@@ -78,10 +80,11 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A whole completion, and the `versions` of the weights that drew it.
-
-    `scores` are the scores of prompt and completion together; None if the request does not want them.
-    """
+    """A whole completion of `prompt` i32[n], and the `versions` of the weights that drew its tokens. `index` is p · n +
+    i for completion i of prompt p, if n completions of each prompt are asked for. `sampler_logprobs` are the
+    log-probabilities with which `token_ids` were drawn, in nats. `scores` are of the tokens of prompt and completion
+    together; None unless the request has `logprobs`. `finish_reason` is "stop" or "length", and "length" if the request
+    draws nothing."""
 
     index: int
     prompt: np.ndarray
@@ -94,7 +97,8 @@ class Choice:
 
 
 async def pieces(admission: Admission, asked: CompletionRequest) -> AsyncGenerator[Piece]:
-    """Yields the pieces of all choices as they come. Close the iterator to free their slots."""
+    """Yields the pieces of all completions as they are drawn: those of one completion in order, those of several mixed.
+    Close the iterator to free their slots. Raises RolloutError if the driver fails."""
     queue: asyncio.Queue[Piece | None] = asyncio.Queue()
 
     async def feed(index: int, counters: tuple[int, int, int, int]) -> None:
@@ -122,7 +126,8 @@ async def pieces(admission: Admission, asked: CompletionRequest) -> AsyncGenerat
 
 
 async def choices(admission: Admission, asked: CompletionRequest) -> list[Choice]:
-    """The whole answer, in the order of the prompts."""
+    """Waits for the completions of the whole answer: `asked.n` of each prompt, in the order of the prompts. Raises
+    RolloutError if the driver or scoring fails."""
     made: list[list[Piece]] = [[] for _ in range(len(asked.prompts) * asked.n)]
     if asked.draw:
         async with contextlib.aclosing(pieces(admission, asked)) as all_pieces:
@@ -132,7 +137,8 @@ async def choices(admission: Admission, asked: CompletionRequest) -> list[Choice
 
 
 def usage(asked: CompletionRequest, tokens: int) -> dict[str, Any]:
-    """The field `usage` of OpenAI's answers: the numbers of prompt tokens and of sampled tokens."""
+    """The field `usage` of OpenAI's answers: {"prompt_tokens", "completion_tokens", "total_tokens"}. `tokens` is the
+    number of sampled tokens. The tokens of a prompt count once, however many completions it has."""
     read = sum(map(len, asked.prompts))
     return {"prompt_tokens": read, "completion_tokens": tokens, "total_tokens": read + tokens}
 
@@ -174,16 +180,14 @@ async def _joined(admission: Admission, asked: CompletionRequest, index: int, ow
 
 
 class StopText:
-    """Passes on a growing text until a stop text is complete.
-
-    It holds back what may be the beginning of a stop text.
-    """
+    """Passes on a growing text until one of the texts `stops` is complete. What may begin one of them is held back."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops, self._held = stops, ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Takes more text. Returns the text that is certain now, and whether a stop text has ended the completion."""
+        """Takes more text. Returns the text to pass on now, and whether a stop text has ended the completion. The text
+        then ends before the stop text that was complete first."""
         self._held += text
         found = [(place + len(stop), place) for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
@@ -196,7 +200,7 @@ class StopText:
         return certain, False
 
     def flush(self) -> str:
-        """Returns the text that was held back, for a completion that has ended without a stop text."""
+        """The text that was held back, for a completion that has ended without a stop text. A second call gives ""."""
         rest, self._held = self._held, ""
         return rest
 

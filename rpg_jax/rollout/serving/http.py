@@ -1,6 +1,6 @@
 """An HTTP endpoint by aiohttp: OpenAI's completions, chat and models, the tokenizer, Prometheus's /metrics, /health.
 
-All but /health asks for the API key, where the server has one. docs/serving.md lists the fields of requests.
+If the server has an API key, every path but /health needs the key. docs/serving.md lists the fields of requests.
 """
 
 import asyncio
@@ -46,10 +46,10 @@ Convert = Callable[[Admission, RequestFields], Awaitable[dict[str, Any]]]
 async def start(
     admission: Admission, name: str, access: Access, port: int, render: Callable[..., str] | None = None
 ) -> web.AppRunner:
-    """Serves the model `name` in the running loop until the runner is cleaned up; the cleanup waits for no request.
-
-    `render` is the model's chat template, see `ChatForm`.
-    """
+    """Serves the model `name` in the running loop until `cleanup` of the returned runner, which waits for no request.
+    `port` 0 takes a free port; `runner.addresses[0][1]` is its number. `render` makes the text of a prompt from the
+    messages of a chat, see `ChatForm`; None: chats are refused. Raises OSError if the port is taken, and ValueError if
+    TLS is broken."""
     endpoint = _Endpoint(admission, name)
     app = web.Application(middlewares=[_errors, _guard(access.key)], client_max_size=_MOST_BYTES)
     for path, form in (("/v1/completions", TextForm(admission)), ("/v1/chat/completions", ChatForm(admission, render))):
@@ -91,11 +91,9 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _guard(key: ApiKey | None) -> Middleware:
-    """Refuses requests without the key before their body is read, and requests that a web page makes a browser send.
-
-    A page's request names the page as its Origin. A page whose name leads here (DNS rebinding) has a foreign Host: a
-    server without a key answers only to names of the loopback interface. Only JSON is taken: HTML forms send none.
-    """
+    """Refuses requests without the key before their body is read, and requests that a web page makes a browser send. A
+    page's request names the page as its Origin. A page whose name leads here (DNS rebinding) has a foreign Host: a
+    server without a key answers only to names of the loopback interface. Only JSON is taken: HTML forms send none."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:

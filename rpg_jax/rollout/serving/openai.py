@@ -16,10 +16,9 @@ _MOST_STOPS = 16
 
 
 class RequestFields:
-    """The fields of a request.
-
-    A field that is null counts as absent. Methods raise ValueError that names a wrong field.
-    """
+    """The fields of a request that are not read yet. A field that is null counts as absent. `take` raises nothing.
+    Every other method raises ValueError, which names the field, for a wrong value, and every method but `end` removes
+    the fields that it reads."""
 
     def __init__(self, fields: Mapping[str, Any]):
         self._left = {name: value for name, value in fields.items() if value is not None}
@@ -29,6 +28,7 @@ class RequestFields:
         return self._left.pop(name, default)
 
     def number(self, name: str, default: float) -> float:
+        """The field's number, which must be finite; `default` if the field is absent."""
         value = self.take(name, default)
         try:
             number = float(value) if type(value) in (int, float) else math.nan
@@ -39,27 +39,28 @@ class RequestFields:
         return number
 
     def whole(self, name: str, default: int | None, low: int, high: int = 2**31 - 1) -> Any:
-        """A whole number in `low`..`high`, or the default."""
+        """The field's whole number, from `low` to `high`; `default`, which is not checked, if the field is absent."""
         value = self.take(name, default)
         if value is not default and (type(value) is not int or not low <= value <= high):
             raise ValueError(f"{name} must be a whole number from {low} to {high}, got {_short(value)}")
         return value
 
     def truth(self, name: str) -> bool:
+        """The field's true or false; False if the field is absent."""
         value = self.take(name, False)
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be true or false, got {_short(value)}")
         return value
 
     def flags(self, name: str, known: str) -> dict[str, bool]:
-        """An object that has no other entry than `known`, which is true or false."""
+        """The field's object, whose only entry may be `known`, which is true or false; {} if the field is absent."""
         value = self.take(name, {})
         if not isinstance(value, dict) or not all(key == known and isinstance(value[key], bool) for key in value):
             raise ValueError(f'{name} must be {{"{known}": true or false}}, got {_short(value)}')
         return value
 
     def stops(self) -> tuple[str, ...]:
-        """`stop`: a text or a list of texts, at which a completion ends."""
+        """The field `stop`, a text or a list of at most 16 texts, none of them empty; () if the field is absent."""
         value = self.take("stop", [])
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
@@ -69,7 +70,7 @@ class RequestFields:
         return tuple(texts)
 
     def wholes(self, name: str, low: int, high: int) -> list[int] | None:
-        """A list of whole numbers in `low`..`high`, or None."""
+        """The field's list of whole numbers from `low` to `high`, which may be empty; None if the field is absent."""
         value = self.take(name)
         fits = isinstance(value, list) and all(type(one) is int and low <= one <= high for one in value)
         if value is not None and not fits:
@@ -77,7 +78,8 @@ class RequestFields:
         return value
 
     def sampling(self, defaults: Sampling, max_tokens: int) -> Sampling:
-        """`temperature`, `top_p`, `top_k` (-1 and 0 are off), `min_p`, `stop_token_ids`; else those of `defaults`."""
+        """Sampling parameters with `max_tokens`, and the fields `temperature`, `top_p`, `top_k` (-1 and 0 are off),
+        `min_p` and `stop_token_ids`; for an absent field the value of `defaults`."""
         stops = self.wholes("stop_token_ids", 0, 2**31 - 1)
         return Sampling(
             temperature=self.number("temperature", defaults.temperature),
@@ -89,17 +91,15 @@ class RequestFields:
         )
 
     def shared(self) -> dict[str, Any]:
-        """The fields of a `CompletionRequest` that texts and conversations have alike."""
+        """The fields that texts and conversations have alike, as arguments of `CompletionRequest`: `seed` (None if
+        absent), `stop`, `stream`, and `usage` from the entry `include_usage` of `stream_options`."""
         usage = self.flags("stream_options", "include_usage").get("include_usage", False)
         own = {"seed": self.whole("seed", None, low=0), "stop": self.stops()}
         return own | {"stream": self.truth("stream"), "usage": usage}
 
     def end(self, unused: Mapping[str, Collection[Any] | None]) -> None:
-        """Raises ValueError if a field is left. A field of `unused` may be left with a value that changes nothing.
-
-        Args:
-          unused: for each field, the values that change nothing; None: every value.
-        """
+        """Raises ValueError if a field is left that nothing has read. A field that is a key of `unused` may be left
+        with one of its values there, which change nothing; None stands for every value."""
         for name in sorted(self._left):
             value, harmless = self._left[name], unused.get(name, ())
             if harmless is not None and value not in harmless:
@@ -112,9 +112,9 @@ def _short(value: Any) -> str:
 
 
 MOST_CHOICES = 256
-"""Completions of one request."""
+"""The most completions of one request."""
 
-UNUSED: dict[str, Collection[Any] | None] = {
+UNUSED: dict[str, Collection[Any] | None] = {  # for `RequestFields.end`
     "user": None,
     "best_of": (1,),
     "frequency_penalty": (0,),
@@ -125,11 +125,9 @@ UNUSED: dict[str, Collection[Any] | None] = {
 
 
 class TextForm:
-    """Reads requests for text completions, and writes their answers.
-
-    `kind` is the type of the JSON object of an answer, and `piece_kind` the type of a piece of a stream. The id of an
-    answer begins with `prefix`. `unused` are the fields that change nothing; see `RequestFields.end`.
-    """
+    """Reads requests for text completions, OpenAI's /v1/completions, and writes their answers. `kind` is the value of
+    `object` in an answer, and `piece_kind` that in a piece of a stream. The id of an answer begins with `prefix`.
+    `unused` are the fields that change nothing, for `RequestFields.end`."""
 
     kind = piece_kind = "text_completion"
     prefix, unused = "cmpl", UNUSED | {"suffix": ("",)}
@@ -138,7 +136,8 @@ class TextForm:
         self._admission = admission
 
     async def read(self, body: RequestFields) -> CompletionRequest:
-        """The request in these fields. Raises ValueError if the request cannot be served."""
+        """The request in these fields, which are removed from `body`. Raises ValueError if a field is wrong, or a
+        prompt does not fit the engine. `max_tokens` may be 0 if `echo` is true: then nothing is drawn."""
         prompts = await self._prompts(body.take("prompt"))
         n, echo = body.whole("n", 1, low=1, high=MOST_CHOICES), body.truth("echo")
         if n * len(prompts) > MOST_CHOICES:
@@ -164,6 +163,9 @@ class TextForm:
         )
 
     def choice(self, asked: CompletionRequest, choice: Choice) -> dict[str, Any]:
+        """An entry of `choices` of the answer to `asked`: `index`, `text`, `logprobs` (None if not asked for),
+        `finish_reason` and `token_ids`. If asked for, also `sampler_logprobs`, the log-probabilities with which the
+        tokens were drawn, and `prompt_token_ids`."""
         decode = self._admission.codec.decode
         echoed = decode(choice.prompt.tolist()) if asked.echo else ""
         made: dict[str, Any] = {"index": choice.index, "text": echoed + choice.text, "logprobs": None}
@@ -177,37 +179,32 @@ class TextForm:
         return made | {"finish_reason": choice.finish_reason, "token_ids": choice.token_ids}
 
     def piece(self, piece: Piece, first: bool) -> dict[str, Any]:
+        """An entry of `choices` of a piece of a stream: `index`, `text`, `logprobs` (None), `finish_reason` (None
+        before the last piece) and `token_ids`. `first` changes nothing."""
         reason, ids = piece.finish_reason, piece.token_ids
         return {"index": piece.index, "text": piece.text, "logprobs": None, "finish_reason": reason, "token_ids": ids}
 
     async def _prompts(self, prompt: Any) -> list[list[int]]:
         """Token ids of `prompt`, which is a text, a list of token ids, or a list of such."""
         several = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
-        if (
-            not isinstance(several, list)
-            or not several
-            or not all(isinstance(one, str) or _is_ids(one) for one in several)
-        ):
+        fits = isinstance(several, list) and all(isinstance(one, str) or _is_ids(one) for one in several)
+        if not fits or not several:
             raise ValueError("prompt must be a text, a list of token ids, or a list of such prompts")
         if len(several) > MOST_CHOICES:
             raise ValueError(f"prompt has {len(several)} prompts; {MOST_CHOICES} are the most")
         return [await self._admission.encode(one) if isinstance(one, str) else one for one in several]
 
     def _logprobs(self, asked: CompletionRequest, choice: Choice, ids: list[int], first: int) -> dict[str, Any]:
-        """Four lists over the tokens from place `first`.
-
-        The entries of token 0 are null, because no token precedes it.
-        """
+        """Four lists over the tokens from place `first`. The entries of token 0, which no token precedes, are null."""
         scores, decode, decoder = choice.scores, self._admission.codec.decode, IncrementalDecoder(self._admission.codec)
-        assert scores is not None and asked.logprobs is not None
+        k = asked.logprobs
+        assert scores is not None and k is not None
         offsets, offset, tops, logprobs = [], 0, [], []
         for place in range(first, len(ids)):
             offsets.append(offset)
             offset += len(decoder.push(ids[place : place + 1]))
             logprobs.append(float(scores.logprobs[place]) if place else None)
-            best = zip(
-                scores.top_ids[place, : asked.logprobs], scores.top_logprobs[place, : asked.logprobs], strict=True
-            )
+            best = zip(scores.top_ids[place, :k], scores.top_logprobs[place, :k], strict=True)
             named = [(ids[place], scores.logprobs[place]), *best]
             # Several tokens may have one text: the most probable of them is named.
             top = {decode([int(i)]): float(p) for i, p in sorted(named, key=lambda pair: pair[1])}
@@ -225,11 +222,14 @@ def _is_ids(prompt: Any) -> bool:
 
 
 class ChatForm:
-    """Reads requests for chat completions, and writes their answers. It has the attributes of `TextForm`.
+    """Reads requests for chat completions, OpenAI's /v1/chat/completions, and writes their answers.
+
+    The class attributes are those of `TextForm`.
 
     Args:
-      render: makes the prompt's text from the messages, and from `thinking` if the request names it. None: the model
-        has no chat template, and every request is refused.
+      admission: encodes the prompts and knows the defaults of requests.
+      render: makes the prompt's text from a list of {"role", "content"}, and from the keyword `thinking`, true or
+        false, if the request has `enable_thinking`. None: the model has no chat template, and `read` raises.
     """
 
     kind, piece_kind = "chat.completion", "chat.completion.chunk"
@@ -239,7 +239,8 @@ class ChatForm:
         self._admission, self._render = admission, render
 
     async def read(self, body: RequestFields) -> CompletionRequest:
-        """The request in these fields. Raises ValueError if the request cannot be served."""
+        """The request in these fields, which are removed from `body`. Raises ValueError if a field is wrong, the
+        conversation does not fit the engine, or the model has no chat template."""
         if self._render is None:
             raise ValueError("this model has no chat template: send its prompt to /v1/completions")
         options = body.flags("chat_template_kwargs", "enable_thinking")
@@ -259,6 +260,9 @@ class ChatForm:
         )
 
     def choice(self, asked: CompletionRequest, choice: Choice) -> dict[str, Any]:
+        """An entry of `choices` of the answer to `asked`: `index`, `message`, `logprobs` (None if not asked for),
+        `finish_reason` and `token_ids`. With `logprobs` also `sampler_logprobs`, the log-probabilities with which the
+        tokens were drawn."""
         message = {"role": "assistant", "content": choice.text}
         made: dict[str, Any] = {"index": choice.index, "message": message, "logprobs": None}
         if choice.scores is not None:
@@ -267,6 +271,9 @@ class ChatForm:
         return made | {"finish_reason": choice.finish_reason, "token_ids": choice.token_ids}
 
     def piece(self, piece: Piece, first: bool) -> dict[str, Any]:
+        """An entry of `choices` of a piece of a stream: `index`, `delta` with the text, `logprobs` (None),
+        `finish_reason` (None before the last piece) and `token_ids`. The `first` piece of a completion names the role
+        in `delta`."""
         delta = ({"role": "assistant"} if first else {}) | {"content": piece.text}
         reason, ids = piece.finish_reason, piece.token_ids
         return {"index": piece.index, "delta": delta, "logprobs": None, "finish_reason": reason, "token_ids": ids}
@@ -307,14 +314,13 @@ def _is_text(part: Any) -> bool:
 
 _TOKENIZER_UNUSED = {"model": None, "add_special_tokens": (False,)}  # `encode` adds none
 TOKENIZER_INFO = {"tokenizer_class": "rpg_jax", "bos_token": None, "eos_token": None, "pad_token": None}
-"""Special tokens are not named: completions end at them here, and their texts are not part of answers."""
+"""The answer of /tokenizer_info. It names no special tokens: no text of an answer has them."""
 
 
 async def tokenize(admission: Admission, body: RequestFields) -> dict[str, Any]:
     """The token ids of the text in field `prompt`: {"tokens": ids, "count": their number, "max_model_len": capacity}.
-
-    `admission` encodes the text. Raises ValueError if `prompt` is no text, or for a field that is not supported.
-    """
+    The capacity is of prompt and completion together. No special tokens are added. Raises ValueError if `prompt` is no
+    text, or for a field that is not supported."""
     text = body.take("prompt")
     if not isinstance(text, str):
         raise ValueError("prompt must be a text")
@@ -324,7 +330,8 @@ async def tokenize(admission: Admission, body: RequestFields) -> dict[str, Any]:
 
 
 async def detokenize(admission: Admission, body: RequestFields) -> dict[str, Any]:
-    """The text {"prompt": text} of field `tokens`, a list of token ids. Raises ValueError for another id or field."""
+    """{"prompt": the text of the token ids in field `tokens`}, without special tokens. Raises ValueError if `tokens` is
+    no list of ids of the vocabulary, or for a field that is not supported."""
     ids = body.take("tokens")
     if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < admission.vocab_size for token in ids):
         raise ValueError(f"tokens must be a list of token ids from 0 to {admission.vocab_size - 1}")

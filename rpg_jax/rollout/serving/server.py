@@ -9,7 +9,7 @@ import grpc
 
 from rpg_jax.data.tokenizer import Codec
 from rpg_jax.rewards.callables import Background
-from rpg_jax.rollout.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc, orchestrator
+from rpg_jax.rollout.jetstream.adapter import jetstream_pb2, jetstream_pb2_grpc, orchestrator
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
 from rpg_jax.rollout.serving.access import STALL_SECONDS, Access, ApiKey
 from rpg_jax.rollout.serving.admission import Admission, Disk, Refused, count
@@ -19,15 +19,15 @@ _IDLE_MS = 300_000
 
 
 class Service(orchestrator.LLMOrchestrator):
-    """JetStream's Decode and HealthCheck.
-
-    A request of JetStream's has a prompt and `max_tokens`. All other sampling parameters are the server's defaults.
-    """
+    """JetStream's gRPC service: the calls Decode and HealthCheck. A request of JetStream's has a prompt and
+    `max_tokens`. All other sampling parameters are the server's defaults."""
 
     def __init__(self, admission: Admission):
         self._admission = admission
 
     async def Decode(self, request, context) -> AsyncIterator[jetstream_pb2.DecodeResponse]:
+        """Streams one completion, a response for each dispatch: texts if the prompt is a text, else token ids. Stop
+        tokens are left out. A refused request ends with its status code, such as INVALID_ARGUMENT."""
         try:
             with self._admission.request() as take:
                 take(1)
@@ -45,7 +45,7 @@ class Service(orchestrator.LLMOrchestrator):
             await context.abort(refused.code, str(refused))
 
     async def HealthCheck(self, request, context=None):
-        """The server is live until it drains. If the driver has failed, the next request starts a new driver."""
+        """Whether the server is live: it is until it shuts down. The next request replaces a failed driver."""
         return jetstream_pb2.HealthCheckResponse(is_live=not self._admission.draining)
 
     async def _read(self, request) -> list[int]:
@@ -59,12 +59,13 @@ class Service(orchestrator.LLMOrchestrator):
 
 
 class KeyGuard(grpc.aio.ServerInterceptor):
-    """Refuses a call without the key as UNAUTHENTICATED before its message is read. HealthCheck needs no key."""
+    """Ends every call without `key` as UNAUTHENTICATED, before its message is read. HealthCheck needs no key."""
 
     def __init__(self, key: ApiKey):
         self._key = key
 
     async def intercept_service(self, continuation, details):
+        """The handler of a call: gRPC's own, `continuation(details)`, or one that ends the call."""
         authorization = dict(details.invocation_metadata or ()).get("authorization")
         if details.method.endswith("/HealthCheck") or self._key.opens(authorization):
             return await continuation(details)
@@ -78,20 +79,21 @@ async def _refuse_key(_, context) -> None:
 
 
 class Server:
-    """Both services on their ports, in one event loop of a thread of their own.
+    """A gRPC and an HTTP service of one rollout. The constructor starts them in an event loop of a thread of their own.
+
+    `decoding` has the number of slots, and their capacity: the tokens of prompt and completion together. Raises
+    ValueError if a port is taken, TLS is broken, or HTTP is wanted and aiohttp is not installed.
 
     Args:
-      rollout, codec, sampling, max_active: see `Admission`.
-      access: the host, TLS and the API key of both services.
+      rollout, codec: the rollout decodes, and `stop` closes it; the codec turns text into token ids and back.
+      sampling: the default of each parameter that a request does not set; its `max_tokens` is not used.
+      access: the host, TLS and the API key of both services; None for 127.0.0.1 without TLS and key.
       port: the port of gRPC. 0 takes a free port; the attribute `port` has the number.
-      http_port: the port of the HTTP endpoint, see `serving.http`, and an attribute like `port`; None: no endpoint.
+      max_active: the most completions, and the most requests, at once. Further ones are refused.
+      http_port: the port of the HTTP service, and an attribute like `port`; None: no HTTP.
       name: the name of the model, for HTTP clients.
-      render: the model's chat template for HTTP clients, see `openai.ChatForm`.
-      disk: reads the folders of weights that HTTP clients name, see `Admission`.
-
-    `decoding` has the slots, and their capacity: the tokens of prompt and completion together.
-
-    Raises ValueError if a port is taken, or TLS is broken.
+      render: makes a prompt's text from the messages of a chat, see `openai.ChatForm`; None: chats are refused.
+      disk: reads the folders of weights that HTTP clients name; None if they may not replace the weights.
     """
 
     def __init__(
@@ -128,7 +130,8 @@ class Server:
         return self._admission.idle_seconds
 
     def stop(self, grace: float = 30.0) -> None:
-        """Refuses new requests, lets running ones end within `grace` seconds, then stops the driver."""
+        """Refuses new requests, lets running ones end within `grace` seconds, then closes the ports and the rollout.
+        Blocks until all has ended. Requests that are still under way are broken off."""
         self._admission.draining = True
         self._call(self._stop(grace))
         self._background.close()

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from rpg_jax.rollout.decode_state import DecodeResult
-from rpg_jax.rollout.jetstream.adapter import JetStreamEngine, TokenIds, pack, packed, unpack
-from rpg_jax.rollout.jetstream.compat import token_utils
+from rpg_jax.rollout.jetstream.adapter import JetStreamEngine, TokenIds, pack, packed, token_utils, unpack
 from rpg_jax.types import Sampling
 
 

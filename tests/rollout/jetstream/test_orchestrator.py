@@ -14,7 +14,7 @@ import jax
 import pytest
 
 from rpg_jax.rollout import RolloutError
-from rpg_jax.rollout.jetstream import compat
+from rpg_jax.rollout.jetstream import adapter
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
 
 
@@ -63,7 +63,7 @@ def test_a_fault_in_allocating_the_cache_is_raised_at_the_call(build, work, expe
 
 def test_a_fault_in_delivery_is_raised_at_the_call(sampler, work, expected, is_same, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(compat.token_utils, "process_result_tokens", failing([3], None))
+        patch.setattr(adapter.token_utils, "process_result_tokens", failing([3], None))
         with pytest.raises(RolloutError, match="detokenize-0 thread failed"):
             sampler.generate(work)
     assert is_same(sampler.generate(work), expected)
@@ -190,7 +190,7 @@ def test_the_cache_is_freed_between_rollouts(sampler, work):
 def test_importing_jetstream_leaves_the_root_logger_and_the_process_alone():
     program = (
         "import logging, sys; before = (logging.getLogger().level, list(logging.getLogger().handlers))\n"
-        "from rpg_jax.rollout.jetstream.compat import orchestrator\n"
+        "from rpg_jax.rollout.jetstream.adapter import orchestrator\n"
         "assert (logging.getLogger().level, list(logging.getLogger().handlers)) == before\n"
         "assert 'tensorflow' not in sys.modules\n"
         "d = orchestrator.Driver()\n"

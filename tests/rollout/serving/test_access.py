@@ -12,12 +12,13 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 from pathlib import Path
 
 import grpc
 import pytest
 
-from rpg_jax.rollout.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc
+from rpg_jax.rollout.jetstream.adapter import jetstream_pb2, jetstream_pb2_grpc
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
 from rpg_jax.rollout.servers.rollout import connect
 from rpg_jax.rollout.serving import server as serving
@@ -252,11 +253,16 @@ def test_the_address_is_that_of_the_host_that_the_server_listens_on(host, tls, a
     assert address_of(host, 8000, tls=tls) == address
 
 
-def test_a_server_that_listens_everywhere_is_reached_at_its_announced_address():
-    with socket.create_server(("0.0.0.0", 0)) as listening:
-        host, port = address_of("0.0.0.0", listening.getsockname()[1], tls=True).removeprefix("https://").split(":")
-        assert host != "0.0.0.0"
-        socket.create_connection((host, int(port)), timeout=5).close()
+@pytest.mark.parametrize(("host", "family"), [("0.0.0.0", socket.AF_INET), ("::", socket.AF_INET6)])
+def test_a_server_that_listens_everywhere_is_reached_at_its_announced_address(host, family):
+    try:
+        listening = socket.create_server((host, 0), family=family)  # for ::, IPv6 alone, as aiohttp listens
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with listening:
+        address = urllib.parse.urlsplit(address_of(host, listening.getsockname()[1], tls=True))
+        assert address.scheme == "https" and address.hostname not in (None, host)
+        socket.create_connection((address.hostname, address.port), timeout=5).close()
 
 
 def test_a_file_has_one_line_while_its_server_serves_and_then_goes(tmp_path):

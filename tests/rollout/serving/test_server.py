@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rpg_jax.rollout import RolloutError
-from rpg_jax.rollout.jetstream.compat import JetstreamMetricsCollector, jetstream_pb2, jetstream_pb2_grpc
+from rpg_jax.rollout.jetstream.adapter import JetstreamMetricsCollector, jetstream_pb2, jetstream_pb2_grpc
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
 from rpg_jax.rollout.servers.rollout import connect
 from rpg_jax.rollout.serving.server import Server

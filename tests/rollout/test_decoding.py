@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rpg_jax.rollout.sampling import completion_keys, sample, token_keys
+from rpg_jax.rollout.decoding import completion_keys, sample, token_keys
 
 draw = jax.jit(sample)
 
