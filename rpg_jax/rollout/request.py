@@ -85,7 +85,8 @@ class Request:
       starts: how the completions of each prompt begin; None: all begin anew, with this request's counters and limit.
 
     Raises ValueError unless there is one id per prompt, `group_size` is at least 1, there are at most `MAX_STOP_TOKENS`
-    stop tokens, `top_k` is below 2^31, and each prompt is a 1-D array of at least one token.
+    stop tokens, `top_k` is below 2^31, each prompt is a 1-D array of at least one token, and with an environment no
+    start has drawn tokens.
     """
 
     prompts: Sequence[np.ndarray]
@@ -110,6 +111,8 @@ class Request:
             raise ValueError(f"at most {MAX_STOP_TOKENS} stop tokens are supported, got {stop}")
         if self.sampling.top_k >= 2**31:
             raise ValueError(f"top_k must be below 2^31 (0 switches it off), got {self.sampling.top_k}")
+        if self.environment is not None and any(start.drawn for start in self.starts or ()):
+            raise ValueError("starts has drawn tokens: a conversation with an environment is drawn in one request")
         for i, (prompt_id, prompt) in enumerate(zip(self.prompt_ids, self.prompts, strict=True)):
             if np.ndim(prompt) != 1 or len(prompt) == 0:
                 raise ValueError(

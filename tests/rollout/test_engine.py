@@ -14,7 +14,7 @@ from flax import nnx
 from configs import tiny
 from rpg_jax import losses, models, parallel
 from rpg_jax.models.weights import Int8, quantized
-from rpg_jax.rollout import LOCAL_DRIVERS, Decoding, GroupJournal, RolloutError, make_rollout
+from rpg_jax.rollout import LOCAL_DRIVERS, Decoding, GroupJournal, RolloutError, Start, make_rollout
 from rpg_jax.rollout.drivers import LockstepRollout
 from rpg_jax.runs.layout import make_layout
 from rpg_jax.runs.memory import make_decoding
@@ -244,6 +244,7 @@ def test_requests_that_cannot_be_served_are_clear_errors(build, work, driver):
         ({"sampling": Sampling(stop_token_ids=tuple(range(9)))}, "at most 8 stop tokens"),
         ({"sampling": Sampling(stop_token_ids=(5, 50))}, r"stop tokens must be in the vocabulary 0\.\.49"),
         ({"sampling": Sampling(top_k=2**31)}, r"top_k must be below 2\^31"),
+        ({"environment": object(), "starts": [Start(0, 0, 4, index=0, drawn=1)]}, "is drawn in one request"),
     ]:
         with pytest.raises(ValueError, match=message):
             ask(**change)

@@ -279,9 +279,9 @@ class Balance:
             async with asyncio.timeout(_FOLLOW_SECONDS):  # wait_for of Python 3.11 may lose a cancellation
                 found = await look()
         except (OSError, ValueError) as error:  # a TimeoutError is an OSError
-            self._not_found = f"servers.urls: {str(error) or 'no answer'}"
+            self._not_found = f"the servers' addresses cannot be found: {str(error) or 'no answer'}"
             return
-        self._not_found = "servers.urls has no address now"
+        self._not_found = "the list of servers has no address now"
         self._follow(found)
 
     def _follow(self, urls: Sequence[str]) -> None:

@@ -234,21 +234,21 @@ def source(text: str, check: Callable[[str], str], field: str = "servers.urls") 
         return lambda: asyncio.to_thread(_lines, path, check)
     scheme, _, place = text.partition("://")
     if scheme in ("dns", "dns+https"):
-        return _resolver(text, "https" if scheme == "dns+https" else "http", place, check)
+        return _resolver(text, "https" if scheme == "dns+https" else "http", place, check, field)
     urls = [check(url.strip()) for url in text.split(",") if url.strip()]
     if not urls or len(set(urls)) < len(urls):
         raise ValueError(f"{field}={text!r}: give http://HOST:PORT of each server once, with commas between")
     return urls
 
 
-def _resolver(text: str, scheme: str, place: str, check: Callable[[str], str]) -> Look:
+def _resolver(text: str, scheme: str, place: str, check: Callable[[str], str], field: str) -> Look:
     try:
         parts = urllib.parse.urlsplit(f"//{place}")
         name, port = parts.hostname, parts.port
     except ValueError:
         name = port = None
     if not name or not port or parts.path:
-        raise ValueError(f"servers.urls: {text!r} is not of the form dns://NAME:PORT")
+        raise ValueError(f"{field}={text!r} is not of the form dns://NAME:PORT")
     check(f"{scheme}://{name}:{port}")
 
     async def look() -> list[str]:
