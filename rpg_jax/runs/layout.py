@@ -225,6 +225,35 @@ def teacher_folder(config: ConfigDict) -> str | None:
     return path if path and not path.startswith(("http://", "https://")) else None
 
 
+def reference_layout(layout: Layout) -> Layout:
+    """The layout of the reference: of the teacher in the compute dtype, or without a teacher the policy's own.
+
+    A teacher's vocabulary is cut to the entries that the policy has. Published models of one tokenizer differ in the
+    number of entries that no token has.
+
+    Raises:
+      ValueError: the teacher's architecture is not supported, it has fewer entries than the policy, or its context is
+        too short.
+    """
+    if not (path := teacher_folder(layout.config)):
+        return layout
+    config, own = layout.config, models.read_config(models.local_folder(path, weights=False))
+    wanted, given = layout.model.vocab_size, own.vocab_size
+    if given < wanted:
+        raise ValueError(
+            f"reference.path={path} has {given} entries in its vocabulary, and the policy has {wanted}: the KL of an "
+            "entry that only the policy has is infinite; choose a teacher with the policy's vocabulary"
+        )
+    longest = config.task.max_prompt_tokens + config.rollout.max_tokens
+    if longest > own.rope.max_position_embeddings:
+        raise ValueError(
+            f"reference.path={path} has positions for {own.rope.max_position_embeddings} tokens, and a prompt with its "
+            f"completion may have {longest}: lower task.max_prompt_tokens or rollout.max_tokens"
+        )
+    model = dataclasses.replace(own, vocab_size=wanted)
+    return layout.without_adapters(dtype=config.model.compute_dtype, model=model)
+
+
 def _parts(devices: list[jax.Device], decoding: int) -> tuple[list[jax.Device], list[jax.Device]]:
     """Splits the devices: the last `decoding` devices only sample, and the devices before them train."""
     if not 0 <= decoding < len(devices):

@@ -12,18 +12,18 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from rpg_jax import losses, models, storage
+from rpg_jax import data, losses, models, storage
 from rpg_jax.models.lora import init_adapters, load_adapters, merged
 from rpg_jax.models.weights import quantized
 from rpg_jax.runs.branching import Parent
-from rpg_jax.runs.layout import Layout, abstract_model, teacher_folder
+from rpg_jax.runs.layout import Layout, abstract_model, reference_layout, teacher_folder
 from rpg_jax.runs.resolve import lags, loss_arguments
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.training.critic import Critic
 from rpg_jax.training.objective import Objective, mean_fn, policy_loss_fn
 from rpg_jax.training.optimizer import Optimizer, make_optimizer
-from rpg_jax.training.reference import Rule, make_rule
-from rpg_jax.training.state import TrainState, abstract, create_state, state_shapes, state_shardings
+from rpg_jax.training.reference import Rule, Taught, make_rule
+from rpg_jax.training.state import TrainState, abstract, create_state, in_host_memory, state_shapes, state_shardings
 from rpg_jax.training.step import Programs, make_programs
 from rpg_jax.types import Count
 
@@ -154,6 +154,41 @@ def offloaded(config: ConfigDict) -> frozenset[str]:
     if unknown := sorted(names - {"optimizer", "reference"}):
         raise ValueError(f"offload names {unknown}; known: optimizer, reference, optimizer+reference")
     return names
+
+
+def open_teacher(layout: Layout, tokenizer: data.Tokenizer, *, offload: bool) -> Taught | None:
+    """The teacher of a run, with its weights on devices, or with `offload` in the memory of their hosts; or None.
+
+    Raises:
+      ValueError: the teacher has another tokenizer, and as `reference_layout` does.
+    """
+    if not (path := teacher_folder(layout.config)):
+        return None
+    own = reference_layout(layout)
+    folder = models.local_folder(path)
+    check_tokenizer(path, data.load_tokenizer(folder), tokenizer)
+    dtype = own.config.model.param_dtype
+    whole = own.without_adapters(dtype=dtype, model=models.read_config(folder))
+    params = models.load(folder, whole.model, param_dtype=jnp.dtype(dtype), shardings=whole.param_shardings)
+    if whole.model != own.model:  # the first entries of the vocabulary
+        cut = {name: x[: own.model.vocab_size] for name, x in params.items() if name in ("embed", "lm_head")}
+        params = jax.device_put(params | cut, own.param_shardings)
+    if offload:
+        params = jax.device_put(params, jax.tree.map(in_host_memory, own.param_shardings))
+    programs = learner_programs(own, make_learner(own, supervised=True))
+    return Taught(params, programs)
+
+
+def check_tokenizer(path: str, found: data.Tokenizer, own: data.Tokenizer) -> None:
+    """Raises ValueError unless `found`, the teacher's tokenizer, has the same text for every token of the policy's."""
+    for token in range(own.vocab_size):
+        names = [t.name(token) if token < t.vocab_size else "" for t in (found, own)]
+        if names[0] != names[1]:
+            raise ValueError(
+                f"reference.path={path} has another tokenizer than the policy: token {token} is {names[0]!r} there and "
+                f"{names[1]!r} here, and a teacher scores the tokens of the policy. Choose a teacher with the policy's "
+                "tokenizer, or set model.tokenizer to the teacher's for a policy that begins with random weights"
+            )
 
 
 Draw = Callable[[Layout], Any]

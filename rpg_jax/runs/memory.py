@@ -23,9 +23,16 @@ from rpg_jax.models.sizes import parameter_count
 from rpg_jax.models.weights import quantized, quantized_shardings
 from rpg_jax.rollout import Decoding
 from rpg_jax.rollout.decode_state import DecodeState
-from rpg_jax.runs.layout import Layout, make_layout, packing_shape, row_shape, rows_per_update, teacher_folder
+from rpg_jax.runs.layout import (
+    Layout,
+    make_layout,
+    packing_shape,
+    reference_layout,
+    row_shape,
+    rows_per_update,
+    teacher_folder,
+)
 from rpg_jax.runs.learner import Learner, make_learner, offloaded, reference_differs
-from rpg_jax.runs.teacher import reference_layout
 from rpg_jax.training.collect import UNKNOWN_SHARE
 from rpg_jax.training.state import abstract
 

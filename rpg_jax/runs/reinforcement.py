@@ -36,6 +36,7 @@ from rpg_jax.runs.learner import (
     no_params,
     offloaded,
     open_base,
+    open_teacher,
     reference_rule,
 )
 from rpg_jax.runs.logs import RunLog
@@ -43,7 +44,6 @@ from rpg_jax.runs.rehearsal import open_rehearsal
 from rpg_jax.runs.resolve import check_sampling, lags, loss_arguments, resolve, reward_arguments
 from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
 from rpg_jax.runs.session import CompilationCounter, OnStep, Session, host_metrics
-from rpg_jax.runs.teacher import open_teacher
 from rpg_jax.runs.warm_start import drawn_base, warm_started
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.training.ahead import AheadCollector
