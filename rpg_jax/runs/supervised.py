@@ -312,10 +312,7 @@ class Demonstrations:
 
 
 def several(
-    state: TrainState,
-    update: Callable[[TrainState, Any], tuple[TrainState, Any]],
-    batches: Iterator[Any],
-    count: int,
+    state: TrainState, update: Callable[[TrainState, Any], tuple[TrainState, Any]], batches: Iterator[Any], count: int
 ) -> tuple[TrainState, list[Any]]:
     """`count` updates, each from the next batch: the state, which is donated, and the metrics of each update."""
     found = []

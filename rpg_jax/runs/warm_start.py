@@ -26,14 +26,7 @@ from rpg_jax.parallel import hosts
 from rpg_jax.report.progress import Progress
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
-from rpg_jax.runs.experiment import (
-    Experiment,
-    code_digests,
-    files_digest,
-    input_digests,
-    make_generator,
-    make_rollout,
-)
+from rpg_jax.runs.experiment import Experiment, code_digests, files_digest, input_digests, make_generator, make_rollout
 from rpg_jax.runs.layout import Layout
 from rpg_jax.runs.learner import init_params
 from rpg_jax.runs.supervised import Demonstrations, several, supervised_config, supervised_learner, tell_cuts
@@ -44,13 +37,7 @@ from rpg_jax.training.state import TrainState
 CHECKED = 96  # completions of a check
 
 
-def warm_started(
-    experiment: Experiment,
-    params: Any,
-    rollout: Rollout,
-    scorer: Scorer,
-    run_dir: Path,
-) -> Any:
+def warm_started(experiment: Experiment, params: Any, rollout: Rollout, scorer: Scorer, run_dir: Path) -> Any:
     """Weights after supervised training: from the shared folder, or trained now from `params` and put there.
 
     Raises ValueError if the task has no demonstrations, or as `train_to_accuracy` does.
