@@ -362,9 +362,8 @@ def open_folder(out: str | None, stem: Path, settings: dict[str, Any]) -> Path:
 def sample(
     experiment: Experiment, rollout: Rollout, file: Path, step: int, k: int | None, completions: int
 ) -> dict[str, list[Record]]:
-    """The records of every set. The records that `file` lacks are sampled and added to the file.
-
-    A call of the rollout samples about `completions` completions.
+    """The records of every set. The records that `file` lacks are sampled and added to the file. A call of the rollout
+    samples about `completions` completions.
     """
     c = experiment.config
     chunks = plan(
@@ -384,9 +383,8 @@ def sample(
 
 
 def show(title: str, settings: dict[str, Any], records: dict[str, list[Record]], folder: Path) -> dict[str, Any]:
-    """Writes scores.json and scores.md, and returns the scores of the sets.
-
-    Prints a row for each set, and how many completions have no verdict.
+    """Writes scores.json and scores.md, and returns the scores of the sets. Prints a row for each set, and how many
+    completions have no verdict.
     """
     by_set = {name: scores.summarise(own) for name, own in records.items()}
     write_atomically(folder / "scores.json", json_files.dumps({"settings": settings, "sets": by_set}, indent=1) + "\n")

@@ -271,10 +271,9 @@ class DataSettings(NamedTuple):
 
 
 def data_settings(file: str, overrides: Sequence[str]) -> DataSettings:
-    """How the config in `file` reads its data, changed by `overrides`, flags as "--config.task.train=rows.jsonl".
-
-    Loads the data, and starts the environment. A tokenizer that is trained, if the config names none, is not kept.
-    Raises ValueError if `task.name` is not "files", or if the data or the environment could not start a run.
+    """How the config in `file` reads its data, changed by `overrides`, flags as "--config.task.train=rows.jsonl". Loads
+    the data, and starts the environment. A tokenizer that is trained, if the config names none, is not kept. Raises
+    ValueError if `task.name` is not "files", or if the data or the environment could not start a run.
     """
     config = with_method(config_files.load(file, overrides).config)
     if config.task.name != "files":

@@ -384,10 +384,9 @@ def _sizes(layout: Layout) -> Iterator[int]:
 
 
 def _kept(model: DecoderConfig, remat: str) -> float:
-    """Activations of a token that wait in a layer for the backward pass.
-
-    With "none" the results between the matrix products wait too, some of them in f32. This number is fitted to one
-    compiled update of Qwen3-4B, in rows of 10,240 tokens on v5p:4x4x4: 87 thousand.
+    """Activations of a token that wait in a layer for the backward pass. With "none" the results between the matrix
+    products wait too, some of them in f32. This number is fitted to one compiled update of Qwen3-4B, in rows of 10,240
+    tokens on v5p:4x4x4: 87 thousand.
     """
     heads, pairs = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
     products = 2 * model.embed_dim + 2 * model.hidden_dim + heads + pairs

@@ -173,7 +173,6 @@ class Policy:
         self, messages: str | Messages, *, temperature: float = 1.0, max_tokens: int | None = None, seed: int = 0
     ) -> Iterator[str]:
         """The policy's answer to a text or a conversation, piece by piece, as it is decoded; arguments as of `sample`.
-
         Joined, the pieces are the text of `sample`. To go on, append {"role": "assistant", "content": answer} and the
         next message to `messages`, and call again.
         """
@@ -191,9 +190,8 @@ class Policy:
         return own if max_tokens is None else dataclasses.replace(own, max_tokens=min(max_tokens, own.max_tokens))
 
     def _rollout(self, rows: int, length: int) -> LockstepRollout:
-        """A rollout with room for `rows` completions of `length` tokens, prompts included. Later calls use it again.
-
-        A single completion is decoded token by token, so that `chat` shows each token at once.
+        """A rollout with room for `rows` completions of `length` tokens, prompts included. Later calls use it again. A
+        single completion is decoded token by token, so that `chat` shows each token at once.
         """
         c, layout = self.experiment.config, self.experiment.layout
         most = capacity(c.task.max_prompt_tokens, c.rollout.max_tokens)
@@ -257,9 +255,8 @@ class Policy:
         return [own for group in packed.packing.gather(found) for own in group]
 
     def encode(self, prompts: Sequence[str | Messages]) -> list[np.ndarray]:
-        """The token ids i32[n] of each prompt, inside the chat template.
-
-        Raises ValueError if a prompt has more tokens than `task.max_prompt_tokens`, or a message no role or text.
+        """The token ids i32[n] of each prompt, inside the chat template. Raises ValueError if a prompt has more tokens
+        than `task.max_prompt_tokens`, or a message no role or text.
         """
         tokenizer, task = self.experiment.tokenizer, self.experiment.config.task
         problems = [_asked(i, prompt) for i, prompt in enumerate(prompts)]
@@ -367,10 +364,9 @@ def of_run(
 def of_config(
     config: ConfigDict, scratch: Path, changes: Changes = NONE, held_out: bool = False, weights: bool = True
 ) -> Policy:
-    """The policy of `model.path`, or a policy with random weights. The weights have `model.compute_dtype`.
-
-    The adapters of `model.lora.path` are merged into the weights. New adapters change nothing, and are left out. A
-    tokenizer that is trained here is written to `scratch`. `changes`, `held_out` and `weights` are as in `of_run`.
+    """The policy of `model.path`, or a policy with random weights. The weights have `model.compute_dtype`. The adapters
+    of `model.lora.path` are merged into the weights. New adapters change nothing, and are left out. A tokenizer that is
+    trained here is written to `scratch`. `changes`, `held_out` and `weights` are as in `of_run`.
     """
     changed = config.copy_and_resolve_references()
     changed.update_from_flattened_dict({"model.param_dtype": config.model.compute_dtype, **changes})

@@ -79,9 +79,8 @@ def _opened(options: argparse.Namespace, loaded: config_files.Loaded | None) -> 
 
 def with_context(served: Policy, tokens: int | None) -> Policy:
     """`served` with room for a prompt and its completion of `tokens` tokens together. None: as many as the model has
-    positions for, and at most 8192 on a CPU. Raises ValueError if the model has fewer positions.
-
-    There are as many slots as fit the device, or 1 GiB on a CPU, but at most `rollout.slots`, if that is set.
+    positions for, and at most 8192 on a CPU. Raises ValueError if the model has fewer positions. There are as many
+    slots as fit the device, or 1 GiB on a CPU, but at most `rollout.slots`, if that is set.
     """
     layout = served.experiment.layout
     positions = layout.model.rope.max_position_embeddings
@@ -126,10 +125,9 @@ def _give_up() -> None:
 
 
 def make_policy_server(served: Policy, *, temperature: float, weights_from: str | None, **options: Any) -> Server:
-    """The running server of `served`, whose config must name the driver "orchestrator".
-
-    Requests that name no temperature have `temperature`. HTTP clients may have weights loaded from folders inside
-    `weights_from`; None: they may not. `options` are further arguments of `Server`.
+    """The running server of `served`, whose config must name the driver "orchestrator". Requests that name no
+    temperature have `temperature`. HTTP clients may have weights loaded from folders inside `weights_from`; None: they
+    may not. `options` are further arguments of `Server`.
     """
     experiment = served.experiment
     with experiment.layout.activate():

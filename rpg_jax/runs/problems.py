@@ -55,7 +55,6 @@ class Task:
     @classmethod
     def from_config(cls, config: ConfigDict, *, train: bool = True, held_out: bool = True) -> Task:
         """The task that `task.name` names: "files", a generated task, or a class "module:Class", which is imported.
-
         Without `train` or `held_out`, the files of these problems are not read; other tasks make all problems. Raises
         ValueError for an unknown name, a missing source, a bad row, an empty set, or a useless `warm_start.train`.
         """
@@ -72,7 +71,6 @@ class Task:
 
     def with_answers(self, config: ConfigDict) -> Task:
         """A copy without problems that have no answer, if the config's rewards need answers; else the task itself.
-
         `notes` count the problems that each split has lost. Raises ValueError if a split has problems and no answers.
         """
         if not rewards.needs_answers(reward_arguments(config)[0]):
@@ -106,9 +104,8 @@ class Task:
 
     def encoded(self, tokenizer: data.Tokenizer, config: ConfigDict) -> tuple[Task, list[str]]:
         """(a copy without prompts of more than `task.max_prompt_tokens` tokens, `notes` and a line on each split that
-        had some).
-
-        With `task.too_long` "truncate" they stay, and lines count them. Raises ValueError if a split keeps none.
+        had some). With `task.too_long` "truncate" they stay, and lines count them. Raises ValueError if a split keeps
+        none.
         """
         notes = [*self.notes]
 

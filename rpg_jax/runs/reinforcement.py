@@ -103,7 +103,6 @@ def make_trainer(
     closing: contextlib.ExitStack,
 ) -> tuple[_ReinforcementTrainer, Any]:
     """Returns (the trainer of a run, the weights before its first step; zeros if a checkpoint has weights for the run).
-
     A new run loads or draws its weights here, and may train its warm start; inputs.json gets their checksum. `closing`
     ends the rollout, the scorer, the collector and a teacher's threads. Raises ValueError if a part refuses the config.
     """
@@ -248,10 +247,9 @@ def _make_algorithm(
 
 
 def make_training_rollout(experiment: Experiment, params: Any, base: models.Base | None = None) -> rollout.Rollout:
-    """The rollout of `rollout.driver`: in this process, or by servers, which need not run yet.
-
-    `params` are all weights, or the adapters of the frozen `base`. Raises ValueError if the fields of servers
-    contradict each other, or if `model.replay_experts` is True and the experts of all tokens cannot be known.
+    """The rollout of `rollout.driver`: in this process, or by servers, which need not run yet. `params` are all
+    weights, or the adapters of the frozen `base`. Raises ValueError if the fields of servers contradict each other, or
+    if `model.replay_experts` is True and the experts of all tokens cannot be known.
     """
     c = experiment.config
     remote = rollout.find_driver(c.rollout.driver).remote
@@ -283,7 +281,6 @@ def check_rows(config: ConfigDict) -> None:
 
 def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Folder, start: int) -> Drift:
     """Measures how far the policy moves from the policy after step `start`, with which the run begins (0: a new run).
-
     The folder of the run keeps the initial policy's trained arrays in `initial`. Raises ValueError if
     `evaluation.temperature` is not `rollout.temperature`, at which log-probabilities are computed.
     """
@@ -300,9 +297,8 @@ def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Fol
 def _make_collector(
     experiment: Experiment, own: rollout.Rollout, scorer: rewards.Scorer, journal: rollout.GroupJournal | None
 ) -> Collector:
-    """The collector of a step's groups. It samples between updates or ahead of them, whole completions or parts.
-
-    Raises ValueError if sampling ahead is impossible here.
+    """The collector of a step's groups. It samples between updates or ahead of them, whole completions or parts. Raises
+    ValueError if sampling ahead is impossible here.
     """
     c, dynamic = experiment.config, experiment.config.dynamic_sampling
     stream = data.PromptStream(experiment.task.train, seed=c.seed)

@@ -129,10 +129,9 @@ def _check(config: ConfigDict) -> None:
 
 
 def _addresses(text: str, client: Client, *, shared: bool) -> list[str] | Look:
-    """The servers of this process: all servers if processes can share a server, else a part of them.
-
-    If two processes ask one server, each makes the server load weights, which breaks off the completions for the other
-    process. Only a server that names its weights in each answer can serve several processes.
+    """The servers of this process: all servers if processes can share a server, else a part of them. If two processes
+    ask one server, each makes the server load weights, which breaks off the completions for the other process. Only a
+    server that names its weights in each answer can serve several processes.
     """
     found, processes = source(text, client.check), jax.process_count()
     if shared or processes == 1:

@@ -144,7 +144,6 @@ class Session:
 
     def to_the_end(self) -> int:
         """Takes steps until the last step, or until SIGTERM or SIGINT asks to stop, and then saves. Blocks meanwhile.
-
         Returns 0, or 128 plus the signal's number if steps or an evaluation are left. At the end it writes curves and
         summary. Raises `cli.RunLost` if the guard stops the run or a device is out of memory.
         """
@@ -315,9 +314,8 @@ def chosen_steps(text: str | None) -> range:
 @contextlib.contextmanager
 def watched(step: int, traced: range, folder: Path) -> Iterator[None]:
     """A context for step number `step`. If `traced` has the number, JAX writes a trace of the block into
-    `folder`/profile, for TensorBoard or Perfetto.
-
-    Raises `cli.RunLost` if the devices ran out of memory. Then `folder`/memory.prof says what filled them.
+    `folder`/profile, for TensorBoard or Perfetto. Raises `cli.RunLost` if the devices ran out of memory. Then
+    `folder`/memory.prof says what filled them.
     """
     trace = jax.profiler.trace(str(folder / "profile")) if step in traced else contextlib.nullcontext()
     try:

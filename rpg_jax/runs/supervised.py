@@ -224,10 +224,9 @@ def examples_of(e: Experiment, problems: Sequence[data.Problem]) -> list[data.Ex
 def _imitated(
     shown: Demonstration, tokenizer: data.Tokenizer, observations: Observations, max_tokens: int | None = None
 ) -> Completion:
-    """Turns a demonstration into a completion, cut to `max_tokens` tokens.
-
-    Each turn of the policy ends with a stop token, so that the policy learns to stop. The policy reads the messages of
-    an environment, and the loss leaves them out.
+    """Turns a demonstration into a completion, cut to `max_tokens` tokens. Each turn of the policy ends with a stop
+    token, so that the policy learns to stop. The policy reads the messages of an environment, and the loss leaves them
+    out.
     """
     messages = [{"role": "assistant", "content": shown}] if isinstance(shown, str) else shown
     tokens: list[int] = []

@@ -57,7 +57,6 @@ class Result:
     @property
     def params(self) -> Any:
         """The weights of `policy`: a nested dict of arrays in `model.param_dtype`, layers stacked on the first axis.
-
         Adapters are added to their base.
         """
         return self.policy.params
@@ -284,9 +283,8 @@ def write_rows(rows: Sequence[Mapping[str, Any]], run_dir: str) -> str:
 
 
 def listed_rows(rows: Rows, name: str) -> list[Mapping[str, Any]]:
-    """The rows of a list, an iterator, a data set or a file.
-
-    Raises ValueError if there are no rows, if there are splits in place of rows, or if a file cannot be read.
+    """The rows of a list, an iterator, a data set or a file. Raises ValueError if there are no rows, if there are
+    splits in place of rows, or if a file cannot be read.
     """
     if isinstance(rows, str | PathLike):
         if not Path(rows).exists():
@@ -306,7 +304,6 @@ def listed_rows(rows: Rows, name: str) -> list[Mapping[str, Any]]:
 
 def split_rows(rows: Sequence[Mapping[str, Any]], most: int) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
     """(rows to train on, rows to evaluate on). A tenth is for evaluation, spread evenly, at least 1 and at most `most`.
-
     Raises ValueError for a single row.
     """
     if len(rows) < 2:

@@ -29,10 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_options(options: argparse.Namespace) -> int:
-    """Names the run, resolves its config and trains; returns the exit code.
-
-    Without a config the fields fit the model, the rows and the device. Without a config, model, rows and reward the
-    config is tiny.
+    """Names the run, resolves its config and trains; returns the exit code. Without a config the fields fit the model,
+    the rows and the device. Without a config, model, rows and reward the config is tiny.
     """
     given = {name: getattr(options, name) for name in ("model", "data", "held_out", "reward")}
     config = "configs/tiny.py" if {options.config, *given.values()} == {None} else options.config
