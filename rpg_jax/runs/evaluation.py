@@ -70,8 +70,7 @@ class Drift:
 
     def metrics(self, groups: Sequence[Group], params: Any) -> dict[str, float]:
         """The "entropy" (nats per token), "initial_kl" and "initial_kl_error" (nats per completion) of groups that
-        `params` sampled. The error is the KL's standard error, clustered by prompt. Raises Refused, a ValueError, if
-        the initial policy is damaged.
+        `params` sampled. The error is the KL's standard error, clustered by prompt. Raises Refused if the snapshot is lost.
         """
         batch, initial = self.pack(groups), self.snapshots.restore(0, self.like)
         rows = [b.rows.unrouted for b in batch.batches]
@@ -140,9 +139,7 @@ def set_scores(
 
 
 def with_mean(values: Mapping[str, float]) -> dict[str, float]:
-    """`values`, metrics "eval/<set>/<score>" of all sets, after their means over sets "eval/accuracy" and
-    "eval/reward".
-    """
+    """`values`, metrics "eval/<set>/<score>" of all sets, and their means "eval/accuracy" and "eval/reward"."""
 
     def mean(score: str) -> float:
         return float(np.mean([value for key, value in values.items() if key.endswith(f"/{score}")]))
@@ -207,8 +204,7 @@ def complete(
 
 def records(name: str, groups: Sequence[Group], scorer: Scorer) -> list[Record]:
     """One record for each completion of the groups of the held-out set `name`, in order: prompt, reference, completion,
-    answer read, verdict ("right", "wrong" or a kind of failure), reward, number of tokens, finish reason, digest of the
-    tokens.
+    answer read, verdict ("right", "wrong" or a kind of failure), reward, count of tokens, finish reason, digest.
     """
     found = []
     given = scorer.answers([group.problem for group in groups], [[*map(last_shown, g.texts)] for g in groups])

@@ -200,8 +200,7 @@ def make_scorer(
 ) -> rewards.Scorer:
     """The scorer of the config's rewards. `functions` are a Python program's rewards, by their names in
     `rewards.parts`. `begins`: the run is new, and a grade (not 1, 0 or -1) that decides accuracy without
-    `rewards.right_above` is an error; otherwise a line notes it. Raises ValueError for unknown rewards and wrong
-    options.
+    `rewards.right_above` is an error; otherwise a line notes it. Raises ValueError for unknown rewards and options.
     """
     c = config.rewards
     weights, options = reward_arguments(config)
@@ -257,8 +256,8 @@ def evaluation_generator(experiment: Experiment, own: rollout.Rollout, scorer: r
 
 
 class DataSettings(NamedTuple):
-    """How a config reads rows from `sources`, files or data sets, and shows them to the policy. A `template` of None is
-    the source's own. `max_tokens` is the limit of a demonstration. `stage` plays the environment; None without one.
+    """How a config reads rows from `sources`, files or data sets, and shows them to the policy. `template` None keeps
+    the data's own prompts. `max_tokens` limits a demonstration. `stage` plays the environment; None without one.
     """
 
     sources: list[str]
@@ -308,9 +307,8 @@ def _decoding_base(layout: Layout, decoding: rollout.Decoding, base: models.Base
 
 
 def input_digests(experiment: Experiment) -> dict[str, str]:
-    """{name: SHA-256} of tokenizer, model, loaded problems and demonstrations; a name is the config field, and the
-    held-out set. The weights of `model.path` count if adapters train without a warm start. The place of an input never
-    counts.
+    """{name: SHA-256} of tokenizer, model, loaded problems and demonstrations. A name is the config field and, for a
+    held-out set, the set. The weights of `model.path` count if adapters train on them without a warm start.
     """
     task, name = experiment.task, experiment.config.task.name
     train, held_out = ("task.train", "task.held_out_sets") if name == "files" else ("task", "task, held out")
@@ -365,8 +363,7 @@ def check_inputs(experiment: Experiment, folder: Path, *, begins: bool) -> dict[
     Inputs that are not loaded are not compared. The user's code is compared if there are problems or demonstrations to
     train on; a teacher's weights and a rehearsal, if there are problems. If the run `begins`, the file is written.
 
-    Raises ValueError if an input has changed without `run.accept_changes` or differs between hosts, and names this
-    input.
+    Raises ValueError if an input has changed without `run.accept_changes` or differs between hosts, and names it.
     """
     found, task = input_digests(experiment), experiment.task
     if task.train or task.demonstrated:

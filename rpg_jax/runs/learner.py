@@ -120,8 +120,8 @@ def learner_programs(
     base: models.Base | None = None,
     temperature: float | None = None,
 ) -> Programs:
-    """The jitted programs of a training step; nothing is compiled yet. `objective` is by default the config's, and
-    `temperature`, at which log-probs are taken, that of sampling. `base`: the frozen weights if adapters are trained.
+    """The jitted log-prob pass and update of a step; nothing is compiled yet. `objective` is by default the config's,
+    and `temperature`, at which log-probs are taken, that of sampling. `base` is frozen beside adapters.
     """
     objective = objective or policy_objective(layout.config, learner.critic, on_policy=is_on_policy(layout))
     return make_programs(
@@ -143,9 +143,7 @@ def reference_rule(config: ConfigDict) -> Rule:
 
 
 def reference_differs(config: ConfigDict) -> bool:
-    """Whether a step needs a pass for the reference's log-probs: it may differ from the sampling policy and is on no
-    server.
-    """
+    """Whether a step needs a pass for the reference's log-probs: it may differ from the sampler and has no server."""
     if config.reference.path and not teacher_folder(config):
         return False
     return reference_rule(config).differs(config.train.updates_per_step * config.train.epochs)
@@ -242,9 +240,7 @@ def open_base(
 
 
 def new_base(layout: Layout, draw: Draw) -> models.Base:
-    """The weights that `draw` reads or makes, frozen in `model.compute_dtype`, or in 8 bits; the layout must have
-    adapters.
-    """
+    """The weights that `draw` reads or makes, frozen in `model.compute_dtype` or 8 bits. The layout has adapters."""
     m, like = layout.config.model, layout.abstract_base
     assert like is not None, "a layout without adapters has no base"
     params = draw(layout.without_adapters(dtype=m.param_dtype if _keeps_base(layout.config) else m.compute_dtype))

@@ -142,7 +142,7 @@ def decoding_params(layout: Layout, decoding: Decoding) -> Any:
 
 
 def synced_params(layout: Layout, decoding: Decoding) -> Any:
-    """The arrays that a sync brings to the rollout as `ShapeDtypeStruct`s with shardings: all weights, or the adapters
+    """The arrays that a sync brings to the rollout, as `ShapeDtypeStruct`s with shardings: all weights, or the adapters
     if they decode beside their base.
     """
     apart, shardings = _apart(layout), decoding.shardings
@@ -161,9 +161,7 @@ def _apart(layout: Layout) -> bool:
 
 
 def decoding_base(layout: Layout, decoding: Decoding) -> models.Base:
-    """The frozen weights in a rollout that keeps the adapters apart, as `ShapeDtypeStruct`s with shardings. The layout
-    must have adapters.
-    """
+    """The frozen weights in a rollout that keeps the adapters of `layout` apart: `ShapeDtypeStruct`s with shardings."""
     assert decoding.mesh is not None and layout.lora is not None, "a layout with adapters decodes on a mesh"
     shapes = layout.param_shapes
     where = parallel.shardings(models.logical_axes(layout.model), shapes, decoding.mesh, decoding.rules)
@@ -197,9 +195,8 @@ def make_decoding(layout: Layout) -> rollout.Decoding:
     """How a layout decodes: in copies of the weights, `rollout.tensor` × `rollout.expert` devices each.
 
     Each copy has all weights, so that a decode step gathers none. Key-value heads that `rollout.tensor` does not divide
-    are on each of its devices. If `rollout.slots` is unset, a device has as many slots as fit and a step needs; where
-    its memory is unknown, all devices together have 128. Raises ValueError if the size of a copy does not divide the
-    devices.
+    are on each of its devices. If `rollout.slots` is unset, a device has as many slots as fit and a step needs; of
+    unknown memory, all devices together have 128. Raises ValueError if the size of a copy does not divide the devices.
     """
     c, m, mesh, rules = layout.config, layout.config.model, _decoding_mesh(layout), layout.rules
     shardings = None

@@ -147,8 +147,7 @@ class Policy:
         `rollout.max_tokens`, which is the default. A line on stderr names characters that the tokenizer does not know,
         another says if answers are written backwards. Equal arguments, with `seed`, give equal completions.
 
-        Raises ValueError if a prompt has more tokens than `task.max_prompt_tokens`, messages have another form, or `k`
-        is not a whole number above 0.
+        Raises ValueError if a prompt is longer than `task.max_prompt_tokens` or malformed, or `k` is below 1.
         """
         single = isinstance(prompts, str) or bool(prompts and isinstance(prompts[0], Mapping))
         asked: Sequence[Any] = [prompts] if single else prompts
@@ -175,8 +174,7 @@ class Policy:
         """Yields the policy's answer to a text, or to a conversation [{"role": "user", "content": "…"}, …], piece by
         piece, as it is decoded. `temperature` 0 is greedy; `max_tokens` is at most `rollout.max_tokens`, the default.
         Joined, the pieces are the text of `sample`. To go on, append {"role": "assistant", "content": answer} and the
-        next message to `messages`, and call again. Raises ValueError, at the first piece, for a prompt that is too long
-        or has no role or text.
+        next message to `messages`, and call again. Raises ValueError, at the first piece, if a prompt is too long.
         """
         [tokens], tokenizer = self.encode([messages]), self.experiment.tokenizer
         sampling, stops = self._sampling(temperature, max_tokens), set(tokenizer.stop_token_ids)
@@ -334,8 +332,7 @@ def of_run(
     `changes` are values of config fields, by dotted name, that replace the run's. `held_out` loads the problems of
     evaluations; without `trust` this is refused if the config names code to import or a judge to ask, as another may
     have written it. Without `weights`, `Policy.params` is None. `merge` adds adapters to their base; without `merge`
-    the params are the adapters. Raises ValueError if the folder has no run, or not that checkpoint; the message lists
-    others.
+    the params are the adapters. Raises ValueError if the folder has no run, or not that checkpoint.
     """
     config = run_folder.read_config(folder.files)
     config.update_from_flattened_dict(changes)

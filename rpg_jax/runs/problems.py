@@ -55,8 +55,8 @@ class Task:
     @classmethod
     def from_config(cls, config: ConfigDict, *, train: bool = True, held_out: bool = True) -> Task:
         """The task that `task.name` names: "files", a generated task, or a class "module:Class", which is imported.
-        Without `train` or `held_out`, the files of these problems are not read; other tasks make all problems. Raises
-        ValueError for an unknown name, a missing source, a bad row, an empty set, or a useless `warm_start.train`.
+        Without `train` or `held_out`, the files of these problems are not read; other tasks make all. Raises ValueError
+        for an unknown name, a missing source, a bad row, an empty set, or no demonstration in `warm_start.train`.
         """
         name = config.task.name
         if name == "files":
@@ -104,8 +104,7 @@ class Task:
 
     def encoded(self, tokenizer: data.Tokenizer, config: ConfigDict) -> tuple[Task, list[str]]:
         """(a copy without prompts of more than `task.max_prompt_tokens` tokens, `notes` and a line on each split that
-        had some). With `task.too_long` "truncate" they stay, and lines count them. Raises ValueError if a split keeps
-        none.
+        had some). With `task.too_long` "truncate" they stay. Raises ValueError if a split keeps no problem.
         """
         notes = [*self.notes]
 
@@ -199,7 +198,7 @@ def _held_out_sets(config: ConfigDict) -> list[str]:
 
 
 def cut(sets: Mapping[str, Sequence[data.Problem]], count: int) -> tuple[dict[str, list[data.Problem]], list[str]]:
-    """(the first `count` problems of each set, a line on each set that has more: which field takes all of them)."""
+    """(the first `count` problems of each set, a line on each set that has more, with the field that takes all)."""
     notes = [
         f"{name}: the first {count} of {len(problems)} problems; evaluation.problems={len(problems)} takes all"
         for name, problems in sets.items()

@@ -84,8 +84,7 @@ def kept(e: Experiment, rows: Sequence[Mapping[str, Any]]) -> list[data.Example]
     lines of its completions.jsonl, in which the completions of a problem stand together.
 
     Left out are problems that the run evaluates, prompts that it would cut, completions that a limit has cut, and
-    completions whose text has other tokens than were sampled. Raises ValueError for a row without a digest of the
-    tokens.
+    completions whose text has other tokens than were sampled. Raises ValueError for a row without a digest of them.
     """
     c, found = e.config, []
     held_out = {(problem.system, problem.prompt) for own in e.task.held_out.values() for problem in own}

@@ -280,8 +280,8 @@ def check_rows(config: ConfigDict) -> None:
 
 
 def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Folder, start: int) -> Drift:
-    """Measures how far the policy moves from the policy after step `start`, with which the run begins (0: a new run).
-    The folder of the run keeps the initial policy's trained arrays in `initial`. Raises ValueError if
+    """A measure of how far the policy moves from the policy after step `start`, with which the run begins (0: a new
+    run). The folder of the run keeps the initial policy's trained arrays in `initial`. Raises ValueError if
     `evaluation.temperature` is not `rollout.temperature`, at which log-probabilities are computed.
     """
     c = experiment.config

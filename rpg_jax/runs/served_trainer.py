@@ -31,8 +31,7 @@ _FILE_BYTES = 512 * 2**20  # a process writes several files at once
 def make_served(experiment: Experiment, params: Any, base: models.Base | None = None) -> ServersRollout:
     """The rollout that takes completions from the servers of `servers.urls`, which need not run yet. It starts threads,
     which its `close` ends. `params` are all weights, or the adapters of `base`, and servers get base and adapters
-    merged, in folders of `servers.weights`. Raises ValueError if an address, the key, the folder or another field is
-    wrong.
+    merged, in folders of `servers.weights`. Raises ValueError if an address, the key, the folder or a field is wrong.
     """
     config, layout, tokenizer = experiment.config, experiment.layout, experiment.tokenizer
     c, m, kind = config.servers, config.model, KINDS[config.servers.kind]

@@ -82,7 +82,7 @@ class Trainer(Protocol):
 
 
 class MakeTrainer(Protocol):
-    """Makes a trainer and its first weights. `closing` ends the threads and processes that the trainer starts."""
+    """(a run's trainer, its first weights). `closing` ends the threads and processes that the trainer starts."""
 
     def __call__(
         self,
@@ -282,7 +282,7 @@ def _in_words(values: Mapping[str, float]) -> str:
 
 
 class CompilationCounter:
-    """Counts the programs that this process compiles, or fetches from the compilation cache, from its making on."""
+    """Counts the programs that this process compiles, or fetches from the compilation cache, after it was made."""
 
     def __init__(self) -> None:
         self._programs: list[str] = []
@@ -295,7 +295,7 @@ class CompilationCounter:
             self._seconds += duration_secs
 
     def take(self) -> tuple[list[str], float]:
-        """(names of the programs in their order, seconds in all) since the last call, or the beginning of the count."""
+        """(names of the programs in their order, seconds in all) since the last call, or since the counter was made."""
         taken = self._programs, self._seconds
         self._programs, self._seconds = [], 0.0
         return taken

@@ -225,8 +225,7 @@ def _imitated(
     shown: Demonstration, tokenizer: data.Tokenizer, observations: Observations, max_tokens: int | None = None
 ) -> Completion:
     """Turns a demonstration into a completion, cut to `max_tokens` tokens. Each turn of the policy ends with a stop
-    token, so that the policy learns to stop. The policy reads the messages of an environment, and the loss leaves them
-    out.
+    token, so that the policy learns to stop. The policy reads the messages of an environment, and the loss omits them.
     """
     messages = [{"role": "assistant", "content": shown}] if isinstance(shown, str) else shown
     tokens: list[int] = []
@@ -299,9 +298,7 @@ class Demonstrations:
         return problems
 
     def count(self) -> int:
-        """The number of updates from here to the end of the last pass. The batches are used up. Never ends without
-        `epochs`.
-        """
+        """The number of updates from here to the end of the last pass. The batches are used up. Needs `epochs`."""
         each = self._shape.rows * self._together
         batches = (examples_of(self._e, problems) for problems in iter(self._next_problems, []))
         return sum(-(-data.rows_needed(examples, self._shape) // each) for examples in batches)
@@ -321,8 +318,8 @@ class Demonstrations:
 def several(
     state: TrainState, update: Callable[[TrainState, Any], tuple[TrainState, Any]], batches: Iterator[Any], count: int
 ) -> tuple[TrainState, list[Any]]:
-    """Makes `count` updates, each from the next of `batches`: (the last state, the metrics of each update). Donates
-    `state`. Raises StopIteration if the batches end before.
+    """Makes `count` updates, each from the next of `batches`: (the last state, the metrics of each update). `state` is
+    donated. Raises StopIteration if there are too few batches.
     """
     found = []
     for _ in range(count):

@@ -138,9 +138,8 @@ def train_to_accuracy(
     max_updates: int = 20_000,
     on_check: Callable[[int, float], None] = lambda updates, accuracy: None,
 ) -> tuple[TrainState, float]:
-    """Updates `state` until a check finds `accuracy(params)` in [`min_accuracy`, `max_accuracy`]; returns (state,
-    accuracy). Each update takes the next of `batches` and donates its state. `on_check` gets the number of updates and
-    the accuracy.
+    """Updates `state` until a check finds `accuracy(params)` in [`min_accuracy`, `max_accuracy`]. Returns both. Each
+    update takes the next of `batches` and donates its state. `on_check` gets the number of updates and the accuracy.
 
     Checks are `check_every` updates apart at first. A check above the range restores the last state below it, and half
     as many updates follow. So the range is hit however steep the curve is.
@@ -184,9 +183,8 @@ def home(config: ConfigDict) -> epath.Path:
 
 
 def cache_key(config: ConfigDict, read: Mapping[str, str]) -> str:
-    """12 hexadecimal digits, a hash of all that a warm start depends on: model, task, seed, its settings, rewards,
-    environment, and `read`, the digests of problems, tokenizer and weights. The places from which they come do not
-    count.
+    """12 hexadecimal digits, a hash of what a warm start depends on: model, task, seed, its settings, rewards,
+    environment and `read`, the digests of problems, tokenizer and weights. The places of these inputs do not count.
     """
     parts = {"model": config.model.to_dict(), "task": config.task.to_dict(), "warm_start": config.warm_start.to_dict()}
     parts |= {"max_tokens": config.rollout.max_tokens, "evaluation": config.evaluation.to_dict()}
