@@ -70,7 +70,7 @@ class Drift:
 
     def metrics(self, groups: Sequence[Group], params: Any) -> dict[str, float]:
         """The "entropy" (nats per token), "initial_kl" and "initial_kl_error" (nats per completion) of groups that
-        `params` sampled. The error is the KL's standard error, clustered by prompt. Raises Refused if the snapshot is lost.
+        `params` sampled. The error is the KL's standard error, clustered by prompt. Raises Refused if files are bad.
         """
         batch, initial = self.pack(groups), self.snapshots.restore(0, self.like)
         rows = [b.rows.unrouted for b in batch.batches]

@@ -146,7 +146,7 @@ def prepared(
 ) -> tuple[ConfigDict, dict[str, Any]]:
     """The config of a call of `train`, with a run's name, and the functions that the call handed over, by their names
     in the config. `given` has held_out, reward, environment, loss and advantage. Writes rows to `run.dir`/rows,
-    declares a loss and an advantage, and prints the fields that it chose. Raises ValueError if an argument does not fit.
+    declares a loss and an advantage, and prints the fields that it chose. Raises ValueError if an argument is wrong.
     """
     fits, held_out = config is None, given.pop("held_out")
     if model is not None:
