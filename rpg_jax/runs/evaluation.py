@@ -70,7 +70,8 @@ class Drift:
 
     def metrics(self, groups: Sequence[Group], params: Any) -> dict[str, float]:
         """The "entropy" (nats per token), "initial_kl" and "initial_kl_error" (nats per completion) of groups that
-        `params` sampled. The error is the KL's standard error, clustered by prompt. Raises Refused if files are bad.
+        `params` sampled. The standard error is clustered by prompt. Raises Refused if the initial policy's snapshot is
+        damaged.
         """
         batch, initial = self.pack(groups), self.snapshots.restore(0, self.like)
         rows = [b.rows.unrouted for b in batch.batches]

@@ -37,6 +37,7 @@ from rpg_jax.runs.learner import (
 from rpg_jax.runs.memory import cache_bytes, make_decoding
 from rpg_jax.runs.resolve import check_trusted, resolve
 from rpg_jax.storage import integrity
+from rpg_jax.training.objective import Objective, supervised_loss
 from rpg_jax.training.state import for_evaluation
 from rpg_jax.types import Completion, FinishReason, Sampling
 
@@ -249,7 +250,8 @@ class Policy:
             return []
         packed = data.pack(scored, _shape(scored, layout), pad_id=tokenizer.pad_id, sharding=layout.row_sharding)
         with layout.activate():
-            programs = learner_programs(layout, make_learner(layout, supervised=True), temperature=temperature)
+            learner, objective = make_learner(layout, supervised=True), Objective(supervised_loss)  # no loss is needed
+            programs = learner_programs(layout, learner, objective, temperature=temperature)
             found = [programs.logprobs(self.params, batch.rows)[0] for batch in packed.batches]
         return [own for group in packed.packing.gather(found) for own in group]
 
