@@ -70,8 +70,7 @@ class Drift:
 
     def metrics(self, groups: Sequence[Group], params: Any) -> dict[str, float]:
         """The "entropy" (nats per token), "initial_kl" and "initial_kl_error" (nats per completion) of groups that
-        `params` sampled. The standard error is clustered by prompt. Raises Refused if the initial policy's snapshot is
-        damaged.
+        `params` sampled. The standard error is clustered by prompt. Raises Refused if the initial snapshot is damaged.
         """
         batch, initial = self.pack(groups), self.snapshots.restore(0, self.like)
         rows = [b.rows.unrouted for b in batch.batches]
@@ -94,6 +93,8 @@ class HeldOut:
     Attributes:
       sets: problems by the name of their set.
       generate: draws groups by `rollout`, with random numbers that training does not use.
+      scorer: reads the answers in completions; it has scored the groups of `generate`.
+      optimizer: has the weights to evaluate, for instance an average.
       drift: measures how far the policy is from the policy before the first step; None measures nothing.
     """
 

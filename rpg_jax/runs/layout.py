@@ -26,6 +26,7 @@ class Layout:
       config: the resolved config.
       mesh: the mesh of the devices that train.
       rules: map logical axes to axes of `mesh`.
+      model, graphdef: the model's dimensions, and its Flax graphdef.
       param_shapes, param_shardings: the shapes and shardings of the model's weights on `mesh`.
       adapter_shapes, adapter_shardings: the shapes and shardings of the adapters; None if the run trains all weights.
       decoding_devices: the devices that decode together. They are all devices of `mesh`, the devices of one host, or

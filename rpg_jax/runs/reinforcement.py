@@ -172,7 +172,6 @@ class _ReinforcementTrainer:
         return self.held_out.evaluate(number, state, self.algorithm.collector)
 
     def record(self) -> dict[str, Any]:
-        """The position of the problems and the groups that are carried over."""
         return self.algorithm.collector.record()
 
     def restore(self, record: Mapping[str, Any]) -> None:

@@ -169,10 +169,9 @@ class Session:
     def save(self, owed: Mapping[str, float] | None = None) -> None:
         """Starts a checkpoint of the present step. The storage writes the checkpoint while the run goes on.
 
-        Args:
-          owed: metrics of this step, which no log has yet because the step is not evaluated. The checkpoint keeps the
-            metrics. The process that evaluates the step, this process or a resumed run, writes the metrics to the log.
-            None: no metrics are owed.
+        `owed` are metrics of this step, which no log has yet because the step is not evaluated; None: there are none.
+        The checkpoint keeps the metrics. The process that evaluates the step, this or a resumed one, writes them to the
+        log.
         """
         beat(f"the checkpoint of {self.trainer.unit} {self.now.number}")
         record = {

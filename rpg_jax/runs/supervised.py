@@ -108,7 +108,6 @@ class _SupervisedTrainer:
         """Does nothing. No step samples, and an evaluation itself hands the weights to the rollout."""
 
     def step(self, state: TrainState, number: int) -> Step:
-        """One update from the next batch."""
         began = time.perf_counter()
         rate = float(self.learner.optimizer.learning_rate(int(state.updates)))
         state, metrics = self.programs.update(state, next(self.batches))
