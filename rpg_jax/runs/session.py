@@ -167,11 +167,9 @@ class Session:
         return self._finish()
 
     def save(self, owed: Mapping[str, float] | None = None) -> None:
-        """Starts a checkpoint of the present step. The storage writes the checkpoint while the run goes on.
-
-        `owed` are metrics of this step, which no log has yet because the step is not evaluated; None: there are none.
-        The checkpoint keeps the metrics. The process that evaluates the step, this or a resumed one, writes them to the
-        log.
+        """Starts a checkpoint of the present step. The storage writes the checkpoint while the run goes on. `owed` are
+        metrics of this step, which no log has yet because the step is not evaluated; None: there are none. The
+        checkpoint keeps the metrics. The process that evaluates the step, this or a resumed one, logs them.
         """
         beat(f"the checkpoint of {self.trainer.unit} {self.now.number}")
         record = {
