@@ -170,6 +170,8 @@ def test_a_policy_samples_what_it_says_and_scores_what_it_sampled(run):
     scored = policy.logprobs(["1+2=", "1+2=", "3+4=", "3+4="], samples)
     for sample, own in zip(samples, scored, strict=True):
         np.testing.assert_allclose(own, sample.logprobs, atol=1e-5)  # float32, programs of other shapes
+    other = rpg_jax.Policy.from_run(run[0], overrides={"loss.name": "mine:loss"})  # a loss that is not imported here
+    np.testing.assert_array_equal(other.logprobs(["1+2="], samples[:1]), policy.logprobs(["1+2="], samples[:1]))
     text = policy.logprobs(["1+2="], ["12"])[0]
     assert text.shape == (2,) and policy.logprobs([], []) == []
     assert [s.text for s in policy.sample(["1+2="], k=1, temperature=0, max_tokens=1)[0]][0] in "0123456789+="

@@ -17,10 +17,9 @@ from rpg_jax.models import DecoderConfig
 from rpg_jax.planning import hlo
 from rpg_jax.planning.chips import Chip, Rates
 from rpg_jax.rollout import DecodeEngine, Decoding, Weights, prefill_shape
-from rpg_jax.runs.layout import Layout, row_shape, rows_per_update
+from rpg_jax.runs.layout import Layout, reference_layout, row_shape, rows_per_update
 from rpg_jax.runs.learner import Learner, learner_programs
 from rpg_jax.runs.memory import decoding_params
-from rpg_jax.runs.teacher import reference_layout
 from rpg_jax.training.critic import Critic
 from rpg_jax.training.state import abstract
 from rpg_jax.training.step import Anchor, Programs, Sums

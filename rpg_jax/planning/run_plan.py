@@ -21,10 +21,9 @@ from rpg_jax.rollout import Decoding, prefill_shape
 from rpg_jax.rollout.decoding import prompt_bucket, prompts_per_prefill
 from rpg_jax.runs import config_files, memory
 from rpg_jax.runs.experiment import make_stage, open_tokenizer
-from rpg_jax.runs.layout import Layout, make_layout, model_config, row_shape, rows_per_update
+from rpg_jax.runs.layout import Layout, make_layout, model_config, reference_layout, row_shape, rows_per_update
 from rpg_jax.runs.learner import Learner, is_on_policy, make_learner, reference_differs
 from rpg_jax.runs.problems import Task, listed
-from rpg_jax.runs.teacher import reference_layout
 
 
 def plan(

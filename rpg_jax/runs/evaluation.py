@@ -66,15 +66,12 @@ class Drift:
     start: int = 0
 
     def begin(self, params: Any) -> None:
-        """Keeps the initial policy."""
+        """Keeps `params`, the initial policy's trained arrays, as a snapshot on disk."""
         self.snapshots.save(0, params)
 
     def metrics(self, groups: Sequence[Group], params: Any) -> dict[str, float]:
-        """Entropy (nats per token), and KL and its standard error (nats per completion), of groups from `params`.
-
-        The standard error is clustered by prompt.
-
-        Raises Refused if the snapshot of the initial policy is missing or damaged.
+        """The "entropy" (nats per token), "initial_kl" and "initial_kl_error" (nats per completion) of groups that
+        `params` sampled. The standard error is clustered by prompt. Raises Refused if the initial snapshot is damaged.
         """
         batch, initial = self.pack(groups), self.snapshots.restore(0, self.like)
         rows = [b.rows.unrouted for b in batch.batches]
@@ -97,6 +94,8 @@ class HeldOut:
     Attributes:
       sets: problems by the name of their set.
       generate: draws groups by `rollout`, with random numbers that training does not use.
+      scorer: reads the answers in completions; it has scored the groups of `generate`.
+      optimizer: has the weights to evaluate, for instance an average.
       drift: measures how far the policy is from the policy before the first step; None measures nothing.
     """
 
@@ -108,7 +107,10 @@ class HeldOut:
     drift: Drift | None = None
 
     def evaluate(self, step: int, state: TrainState, collector: Collector) -> dict[str, float]:
-        """Returns the scores of each set, and their means. Afterwards the rollout has the weights of `state`."""
+        """Returns the scores after step `step`: "eval/<set>/<score>" of each set, and the means "eval/accuracy",
+        "eval/reward". Sampling by `collector` pauses meanwhile. Afterwards the rollout has the weights of `state`. The
+        evaluation before the run's first step keeps the initial policy for `drift`.
+        """
         values: dict[str, float] = {}
         version = int(state.updates)
         with collector.exclusive():
@@ -129,7 +131,9 @@ class HeldOut:
 def set_scores(
     name: str, groups: Sequence[Group], scorer: Scorer, more: Mapping[str, float] = MappingProxyType({})
 ) -> dict[str, float]:
-    """The scores of a held-out set's groups, and the scores in `more`, as metrics "eval/<set>/<score>"."""
+    """The scores of the groups of the held-out set `name`, and the scores in `more`, as metrics "eval/<name>/<score>".
+    The first process says on stderr how many completions have no verdict.
+    """
     own = records(name, groups, scorer)
     if hosts.is_first() and (note := scores.without_verdict(name, own)):
         print(note, file=sys.stderr)
@@ -138,7 +142,7 @@ def set_scores(
 
 
 def with_mean(values: Mapping[str, float]) -> dict[str, float]:
-    """`values`, which are the `set_scores` of all sets, and their means over sets "eval/accuracy" and "eval/reward"."""
+    """`values`, metrics "eval/<set>/<score>" of all sets, and their means "eval/accuracy" and "eval/reward"."""
 
     def mean(score: str) -> float:
         return float(np.mean([value for key, value in values.items() if key.endswith(f"/{score}")]))
@@ -148,7 +152,7 @@ def with_mean(values: Mapping[str, float]) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Problems of one set that are sampled together, `samples` completions each."""
+    """Problems of the set named `set` that are sampled together, `samples` completions of each."""
 
     set: str
     problems: Sequence[Problem]
@@ -156,12 +160,14 @@ class Chunk:
 
     @property
     def keys(self) -> list[tuple[str, int, int]]:
-        """(set, prompt_id, index) of every record, in order."""
+        """(set, prompt_id, index of the completion from 0) of every record, in order."""
         return [(self.set, p.prompt_id, i) for p in self.problems for i in range(self.samples)]
 
 
 def plan(sets: Mapping[str, Sequence[Problem]], samples: Callable[[Problem], int], *, completions: int) -> list[Chunk]:
-    """Chunks of about `completions` completions, `samples(problem)` of each problem, in the order of the problems."""
+    """Chunks of about `completions` completions, `samples(problem)` of each problem, in the order of sets and problems.
+    The problems of a chunk have equal numbers of completions.
+    """
     chunks: list[Chunk] = []
     for name, problems in sets.items():
         for k, alike in itertools.groupby(problems, key=samples):
@@ -173,11 +179,11 @@ def plan(sets: Mapping[str, Sequence[Problem]], samples: Callable[[Problem], int
 def complete(
     file: Path, chunks: Sequence[Chunk], generate: GroupGenerator, scorer: Scorer, *, step: int
 ) -> Iterator[tuple[Chunk, list[Record]]]:
-    """Yields each chunk with its records. `file` then holds these records, one JSON object a line.
+    """Yields each chunk with its records, in order. `file` then holds these records, one JSON object a line.
 
     First, the chunks that the file holds whole are read, and a line that a kill cut short is removed. Then the other
-    chunks are sampled and appended. A separate call of the rollout samples each chunk, so the bytes do not depend
-    on the time of a kill.
+    chunks are sampled by `generate` as of step `step`, scored by `scorer` and appended. A separate call of the rollout
+    samples each chunk, so the bytes do not depend on the time of a kill.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
@@ -200,7 +206,9 @@ def complete(
 
 
 def records(name: str, groups: Sequence[Group], scorer: Scorer) -> list[Record]:
-    """One record for each completion of the groups of a held-out set."""
+    """One record for each completion of the groups of the held-out set `name`, in order: prompt, reference, completion,
+    answer read, verdict ("right", "wrong" or a kind of failure), reward, count of tokens, finish reason, digest.
+    """
     found = []
     given = scorer.answers([group.problem for group in groups], [[*map(last_shown, g.texts)] for g in groups])
     for group, answers in zip(groups, given, strict=True):
@@ -250,18 +258,19 @@ def evaluate(
     certificate: str | None = None,
     api_key_file: str | None = None,
 ) -> dict[str, Any] | None:
-    """Evaluates `policy` on the held-out sets of its config; returns their scores, or None if Ctrl-C stopped it.
+    """Evaluates `policy` on the held-out sets of its config, prints the scores, and writes a folder of results. Returns
+    the scores by set, or None if Ctrl-C stopped it: an equal call continues. It closes the policy's experiment.
 
     Args:
       name: the policy's name in titles and file names.
       home: the folder of the results by default: they go into its folder `evaluations`.
-      k: completions per problem. None: the number of times that the source has the problem, if it is above 1; else
-        `evaluation.k`.
-      out: the folder of the results.
+      k: completions per problem. None: as often as the source has the problem, if more than once; else `evaluation.k`.
+      out: the folder of the results; None: a folder in `home`, with a hash of the settings in its name.
       server: the address of a server that samples in place of a rollout in this process, http://HOST:PORT.
-      certificate, api_key_file: see `connect` and `ApiKey.find`.
+      certificate: a PEM file to trust for the server; None: the system's.
+      api_key_file: a file with the server's API key; None: the variable RPG_JAX_API_KEY, if it is set.
 
-    Raises ValueError if `out` holds another evaluation; the message names what differs.
+    Raises ValueError if `out` holds another evaluation, and names what differs, or if a server cannot be used.
     """
     experiment = policy.experiment
     if server and experiment.stage is not None:
@@ -310,7 +319,9 @@ def _connected(
 
 
 def settings_of(policy: Policy, name: str, k: int | None, weights: str) -> dict[str, Any]:
-    """The settings on which completions and verdicts depend, and the digests of the code that gives verdicts."""
+    """The settings on which completions and verdicts depend, as JSON values, and the digests of the code that gives
+    verdicts. `weights` is the checksum of the weights in hexadecimal digits; `name` and `k` are as in `evaluate`.
+    """
     c, held_out = policy.experiment.config, policy.experiment.task.held_out
     parts = reward_arguments(c)[0]
     code = rewards.paths(parts) + ([c.environment.name] if ":" in (c.environment.name or "") else [])
@@ -335,13 +346,11 @@ def settings_of(policy: Policy, name: str, k: int | None, weights: str) -> dict[
 
 
 def open_folder(out: str | None, stem: Path, settings: dict[str, Any]) -> Path:
-    """Makes or reopens the folder of an evaluation: `out`, or `stem` with a hash of `settings`. settings.json
-    in the folder holds the settings.
+    """Makes or reopens the folder of an evaluation, `out`, or if that is None, `stem` with a hash of `settings`;
+    returns it. settings.json in the folder holds the settings. The hash includes a secret of the user. So completions
+    that came with another person's run are never taken over.
 
-    The hash includes a secret of the user. So completions that came with another person's run are never taken over.
-
-    Raises:
-      ValueError: the folder holds another evaluation, or a link is in the way. The message names what differs.
+    Raises ValueError if the folder holds another evaluation (the message names what differs), or a link is in the way.
     """
     text = to_json(settings, indent=1) + "\n"
     digest = hashlib.sha256(storage.files.secret() + text.encode()).hexdigest()[:8]
@@ -363,9 +372,9 @@ def open_folder(out: str | None, stem: Path, settings: dict[str, Any]) -> Path:
 def sample(
     experiment: Experiment, rollout: Rollout, file: Path, step: int, k: int | None, completions: int
 ) -> dict[str, list[Record]]:
-    """The records of every set. The records that `file` lacks are sampled and added to the file.
-
-    A call of the rollout samples about `completions` completions.
+    """The records of every set, by its name. The records that `file` lacks are sampled with `k` completions per problem
+    (None: as often as the source has a problem, else `evaluation.k`) and added to the file. A call of the rollout
+    samples about `completions` completions. The random numbers depend on `step`.
     """
     c = experiment.config
     chunks = plan(
@@ -385,9 +394,8 @@ def sample(
 
 
 def show(title: str, settings: dict[str, Any], records: dict[str, list[Record]], folder: Path) -> dict[str, Any]:
-    """Writes scores.json and scores.md, and returns the scores of the sets.
-
-    Prints a row for each set, and how many completions have no verdict.
+    """Writes scores.json and scores.md to `folder`, and returns the scores of the sets by name. Prints a table with a
+    row for each set, and how many completions have no verdict.
     """
     by_set = {name: scores.summarise(own) for name, own in records.items()}
     write_atomically(folder / "scores.json", to_json({"settings": settings, "sets": by_set}, indent=1) + "\n")

@@ -40,11 +40,11 @@ from rpg_jax.types import Sampling
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """The parts of one config that train, evaluate, sample, serve and export share.
+    """The parts of one config that train, evaluate, sample, serve and export share. The weights are not among them.
 
-    `layout` has the model, the meshes and the config. `notes` are lines for people on splits that lost problems.
-    `stage` plays the config's environment; its processes end by `close`. `handed` are the rewards and the environment
-    of a Python program, by their names in the config.
+    `layout` has the model, the meshes and the resolved config; `task` has the problems. `notes` are lines for people on
+    splits that lost problems. `stage` plays the config's environment; None without one. `handed` are the rewards, the
+    environment and the loss of a Python program, by their names in the config.
     """
 
     layout: Layout
@@ -56,26 +56,27 @@ class Experiment:
 
     @property
     def config(self) -> ConfigDict:
-        """The resolved config. Without training problems the mesh may be another, see `fitting_layout`."""
+        """The resolved config. Its mesh and micro-batch may have been changed to fit the devices."""
         return self.layout.config
 
     def sampling(self, temperature: float) -> Sampling:
-        """How the config draws completions, at `temperature`."""
+        """How completions are drawn at `temperature` (0: greedy): the config's limits, the tokenizer's stop tokens."""
         c = self.config.rollout
         return Sampling(temperature, c.top_p, c.top_k, c.max_tokens, tuple(self.tokenizer.stop_token_ids), c.min_p)
 
     def close(self) -> None:
-        """Ends the processes of the environment."""
+        """Ends the worker processes of the environment, if there are any."""
         if self.stage is not None:
             self.stage.close()
 
 
 @contextlib.contextmanager
 def entered(config: ConfigDict, **how: Any) -> Iterator[tuple[Experiment, storage.Folder, contextlib.ExitStack]]:
-    """Opens a run that begins or continues: its experiment, its folder, and a stack of things to close at its end.
+    """Opens a run that begins or continues. Yields (its experiment, its folder, a stack of things to close at its end).
 
-    The mesh of the run is active in the block. `how` has arguments of `open_experiment`. Raises ValueError as
-    `open_experiment` does, and if the folder refuses the config.
+    All processes of the run enter together. In the block the run's mesh is active, and no other run writes to the
+    folder. The keywords `how` go to `open_experiment`. Prints the experiment's notes. Raises ValueError if the
+    processes differ, the folder is in use or belongs to another config, or `open_experiment` refuses the config.
     """
     processes.check(config)
     if processes.platform() == "cpu":
@@ -98,20 +99,21 @@ def open_experiment(
     answers: bool = True,
     handed: Handed = NOTHING,
 ) -> Experiment:
-    """Makes everything but weights; keeps the tokenizer in `run_dir`.
+    """Makes everything but weights. All processes of a run call together.
 
     Args:
-      train: loads the training problems. Without training problems the layout may be another, see `fitting_layout`.
+      run_dir: a local folder. It keeps the tokenizer that is trained if the config names none and no model.
+      train: loads the training problems, and checks that training fits the memory. False: a mesh that does not fit the
+        devices is replaced, with a line on stderr.
       held_out: loads the problems of evaluations. Without `train` and `held_out`, no task or environment is imported.
       answers: drops problems without an answer, if the rewards need answers.
-      handed: environments of a Python program, by name.
+      handed: objects of a Python program, by their names in the config. An environment among them is played.
 
-    Raises:
-      ValueError: there is no device, or the task, the environment, the tokenizer or the layout refuses the config.
+    Raises ValueError if there is no device, or if task, environment, tokenizer or layout refuse the config.
     """
     processes.platform()
     if train:
-        check_model(config)
+        _check_model(config)
     plays = train or held_out
     task = Task.from_config(config, train=train, held_out=held_out) if plays else Task([], {}, ())
     with contextlib.ExitStack() as failing:
@@ -126,11 +128,8 @@ def open_experiment(
     return Experiment(layout, tokenizer, task, notes, stage, handed)
 
 
-def check_model(config: ConfigDict) -> None:
-    """Reads the description of `model.path` before anything is loaded.
-
-    Raises ValueError if its architecture is not supported, or if prompt and completion do not fit its context.
-    """
+def _check_model(config: ConfigDict) -> None:
+    """Raises ValueError if the model of `model.path` is not supported, or is too short for prompt and completion."""
     if not config.model.path:
         return
     model = models.read_config(models.local_folder(config.model.path, weights=False))
@@ -143,9 +142,9 @@ def check_model(config: ConfigDict) -> None:
 
 
 def make_stage(config: ConfigDict, handed: Handed = NOTHING) -> Stage | None:
-    """Starts the environment of the config; None if the config names no environment.
-
-    Raises ValueError if no environment has the name, or if one rollout spans several processes.
+    """The environment `environment.name`, imported or taken from `handed` by this name; None if the config names none.
+    It may start worker processes, which its `close` ends. Raises ValueError if there is no such environment, it cannot
+    be made, or `rollout.driver` is lockstep in several processes.
     """
     c = config.environment
     if c.name is None:
@@ -161,7 +160,10 @@ def make_stage(config: ConfigDict, handed: Handed = NOTHING) -> Stage | None:
 
 
 def open_tokenizer(config: ConfigDict, task: Task, run_dir: Path) -> data.Tokenizer:
-    """The tokenizer of the model's folder. No folder: a SentencePiece model that is trained on the task's texts."""
+    """The tokenizer in the folder or hub address `model.tokenizer`, else `model.path`. If both are unset, `run_dir`
+    keeps a SentencePiece model, which the first call trains on `task.texts`; all processes of the run then call
+    together. Raises ValueError if a folder has no tokenizer, or there is no text to train on.
+    """
     if address := config.model.tokenizer or config.model.path:
         return data.load_tokenizer(models.local_folder(address, weights=False))
     file = run_dir / "tokenizer.model"
@@ -176,11 +178,10 @@ def open_tokenizer(config: ConfigDict, task: Task, run_dir: Path) -> data.Tokeni
 def make_rollout(
     layout: Layout, params: Any, base: models.Base | None = None, *, decoding: rollout.Decoding | None = None
 ) -> rollout.Rollout:
-    """A rollout in this process with the policy's weights, by the config's driver. The orchestrator replaces a remote
-    driver, which would sample on servers.
-
-    With a base, `params` are adapters. With a `decoding` of the caller's own the driver is lockstep. Several processes
-    share one list of prompts.
+    """A rollout in this process with the policy's weights, by `rollout.driver`. A driver that samples on servers is
+    replaced by the orchestrator. Several processes share one list of prompts, unless the driver is lockstep. `params`
+    are all weights, a nested dict of arrays, or the adapters of the frozen `base`. A `decoding` of the caller's own
+    (slots, lengths, mesh) is used with the driver lockstep.
     """
     merge, chosen = layout.config.model.lora.merged, layout.config.rollout.driver
     if decoding is not None:
@@ -198,7 +199,10 @@ def make_rollout(
 def make_scorer(
     config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS, *, begins: bool = True
 ) -> rewards.Scorer:
-    """The scorer of the config's rewards. A Python program handed over `functions`. For `begins` see `Scorer`."""
+    """The scorer of the config's rewards. `functions` are a Python program's rewards, by their names in
+    `rewards.parts`. `begins`: the run is new, and a grade (not 1, 0 or -1) that decides accuracy without
+    `rewards.right_above` is an error; otherwise a line notes it. Raises ValueError for unknown rewards and options.
+    """
     c = config.rewards
     weights, options = reward_arguments(config)
     how: dict[str, Any] = {"workers": c.workers, "deadline_s": c.deadline_seconds, "functions": functions}
@@ -216,7 +220,10 @@ def make_generator(
     seed: int,
     journal: rollout.GroupJournal | None = None,
 ) -> GroupGenerator:
-    """The generator of groups of `group_size` completions, which the rollout `own` draws and `scorer` scores."""
+    """Makes the function from problems to groups of `group_size` completions, which `own` draws and `scorer` scores.
+    Random numbers follow from `seed`, step and problem. The config's environment answers each turn of the policy.
+    Groups that `journal` has are not sampled again.
+    """
     c, play = experiment.config, None
     if experiment.stage is not None:
         observations = Observations(experiment.tokenizer, thinking=c.task.thinking)
@@ -241,15 +248,18 @@ def make_generator(
 
 
 def evaluation_generator(experiment: Experiment, own: rollout.Rollout, scorer: rewards.Scorer) -> GroupGenerator:
-    """Makes the groups of evaluations by the rollout `own`, with a seed of their own: they never change training."""
+    """The function from problems to scored groups for evaluations: `evaluation.k` completions each, drawn by `own` at
+    `evaluation.temperature` and scored by `scorer`. Its seed is not training's, so evaluations never change training.
+    """
     c = experiment.config.evaluation
     seed = (experiment.config.seed + 0x5EED) % 2**31
-    sizes = {"temperature": c.temperature, "group_size": c.k}
-    return make_generator(experiment, own, scorer, **sizes, seed=seed)
+    return make_generator(experiment, own, scorer, temperature=c.temperature, group_size=c.k, seed=seed)
 
 
 class DataSettings(NamedTuple):
-    """How a config reads rows and shows them to the policy."""
+    """How a config reads rows from `sources`, files or data sets, and shows them to the policy. `template` None keeps
+    the data's own prompts. `max_tokens` limits a demonstration. `stage` plays the environment; None without one.
+    """
 
     sources: list[str]
     template: str | None
@@ -261,9 +271,9 @@ class DataSettings(NamedTuple):
 
 
 def data_settings(file: str, overrides: Sequence[str]) -> DataSettings:
-    """How the config in `file`, with `overrides`, reads its data. Trains a tokenizer if the config names none.
-
-    Raises ValueError if `task.name` is not "files", or if the data or the environment could not start a run.
+    """How the config in `file` reads its data, changed by `overrides`, flags as "--config.task.train=rows.jsonl". Loads
+    the data, and starts the environment. A tokenizer that is trained, if the config names none, is not kept. Raises
+    ValueError if `task.name` is not "files", or if the data or the environment could not start a run.
     """
     config = with_method(config_files.load(file, overrides).config)
     if config.task.name != "files":
@@ -298,7 +308,9 @@ def _decoding_base(layout: Layout, decoding: rollout.Decoding, base: models.Base
 
 
 def input_digests(experiment: Experiment) -> dict[str, str]:
-    """The digest of each input, by the config field that names it. The place of an input does not count."""
+    """{name: SHA-256} of tokenizer, model, loaded problems and demonstrations. A name is the config field and, for a
+    held-out set, the set. The weights of `model.path` count if adapters train on them without a warm start.
+    """
     task, name = experiment.task, experiment.config.task.name
     train, held_out = ("task.train", "task.held_out_sets") if name == "files" else ("task", "task, held out")
     found = {"model.tokenizer": experiment.tokenizer.digest(), "model.path": model_digest(experiment.layout.model)}
@@ -313,7 +325,7 @@ def input_digests(experiment: Experiment) -> dict[str, str]:
 
 
 def model_digest(model: models.DecoderConfig) -> str:
-    """The digest of a model's fields. They are spelled as in the first version, so that older runs can resume."""
+    """The SHA-256 of a model's dimensions, without its weights. The spelling never changes, so that old runs resume."""
     families = {"qkv_bias=False, qk_norm=True": "family='qwen3'", "qkv_bias=True, qk_norm=False": "family='qwen2'"}
     text = repr(model).replace("DecoderConfig(", "QwenConfig(", 1)
     for fields, family in families.items():
@@ -322,7 +334,9 @@ def model_digest(model: models.DecoderConfig) -> str:
 
 
 def code_digests(config: ConfigDict, handed: Handed = NOTHING) -> dict[str, str]:
-    """The digests of the user's own code, by the field and the name in the config (`rewards.source_digests`)."""
+    """{"FIELD (module:name)": SHA-256} of the user's own code that the config names, and of the modules that it
+    imports. An object in `handed`, by "module:name", has the digest of its source text. Nothing is imported.
+    """
     return {
         f"{field} ({name})": digest
         for path, field in own_code(config).items()
@@ -331,12 +345,12 @@ def code_digests(config: ConfigDict, handed: Handed = NOTHING) -> dict[str, str]
 
 
 def problems_digest(problems: Iterable[data.Problem]) -> str:
-    """The digest of problems, in their order."""
+    """The SHA-256 of all fields of the problems, in their order."""
     return _digest(repr(tuple(vars(problem).values())) for problem in problems)  # a tenth of the time of `astuple`
 
 
 def files_digest(folder: Path, pattern: str = "*.safetensors") -> str:
-    """The digest of the names and bytes of the files in `folder` that match `pattern` (default: its weights)."""
+    """The SHA-256 of the names and bytes of the files in `folder` that match the glob `pattern`, sorted by name."""
     found = []
     for path in sorted(folder.glob(pattern)):
         with path.open("rb") as file:
@@ -345,13 +359,12 @@ def files_digest(folder: Path, pattern: str = "*.safetensors") -> str:
 
 
 def check_inputs(experiment: Experiment, folder: Path, *, begins: bool) -> dict[str, str]:
-    """Compares the run's inputs with the digests that `folder` keeps from the run's beginning. Collective.
+    """Compares the run's inputs with `folder`/inputs.json; returns {name: SHA-256} of the present inputs. Collective.
 
-    Returns the present digests. Inputs that are not loaded are not compared. The user's code, the teacher and the
-    rehearsal are compared only if there are problems to train on. If the run `begins`, `folder` gets the digests.
+    Inputs that are not loaded are not compared. The user's code is compared if there are problems or demonstrations to
+    train on; a teacher's weights and a rehearsal, if there are problems. If the run `begins`, the file is written.
 
-    Raises:
-      ValueError: an input has changed without `run.accept_changes`, or differs between hosts. The message names it.
+    Raises ValueError if an input has changed without `run.accept_changes` or differs between hosts, and names it.
     """
     found, task = input_digests(experiment), experiment.task
     if task.train or task.demonstrated:
@@ -377,10 +390,9 @@ def check_inputs(experiment: Experiment, folder: Path, *, begins: bool) -> dict[
 
 
 def note_start(folder: Path, checksum: int, parent: checkpointing.Parent | None = None) -> None:
-    """Adds the checksum of the first weights to `INPUTS`; with adapters, the checksum of the frozen weights.
-
-    A warm start gives other weights on another machine. Runs are compared only if they begin with equal weights.
-    A branch also notes its `parent`, and the checksum of the weights that it takes over.
+    """Adds to `folder`/inputs.json the checksum of the first weights; with adapters, the checksum of the frozen
+    weights. Runs are compared only if they begin with equal weights; a warm start gives other weights on another
+    machine. A branch also notes its `parent` as "runs/A@100". Only the first process of a run writes.
     """
     if hosts.is_first():
         known = read_if_there(folder / INPUTS) | {START: f"{checksum:016x}"}

@@ -41,14 +41,16 @@ _ADAPTERS = 10  # the rate of adapters in units of the rate of all weights; docs
 
 
 class Fitted(NamedTuple):
-    """Fields by dotted name that nobody has set, and lines that say what was chosen and which field changes it."""
+    """`fields` by dotted name that nobody has set, and `lines` that say what was chosen and which field changes it."""
 
     fields: dict[str, Any]
     lines: list[str]
 
 
 def neutral(asked: Collection[str]) -> dict[str, Any]:
-    """The fields of `NEUTRAL` that are not `asked` for. A method that is asked for keeps its shaping and sampling."""
+    """The fields of `NEUTRAL` that are not among the names `asked`. If "method" is among them,
+    `rewards.overlong_shaping` and `dynamic_sampling.enabled` are left out too: the method sets them.
+    """
     kept = _OF_METHODS if "method" in asked else ()
     return {name: value for name, value in NEUTRAL.items() if name not in asked and name not in kept}
 
@@ -57,12 +59,11 @@ def fitted(config: ConfigDict, asked: Collection[str], rows: Sequence[str]) -> F
     """Chooses values for the fields that the caller has not set, by the model, the rows and the device.
 
     Args:
-      config: has `model.path`, the values of `NEUTRAL`, and the fields that the caller has set.
+      config: has `model.path`, the values of `NEUTRAL`, and the fields that the caller has set. It stays as it is.
       asked: dotted names of the fields that the caller has set.
-      rows: the sources of the problems to train on.
+      rows: the files or data sets of the problems to train on; they are read.
 
-    Raises:
-      ValueError: the model's architecture is not supported, no prompt fits the model's context, or a row is bad.
+    Raises ValueError if the model is missing or its architecture is not supported, or if a row is bad.
     """
     folder = models.local_folder(config.model.path, weights=False)
     model = models.read_config(folder)  # before anything else: an architecture that is not supported is refused
@@ -113,7 +114,7 @@ def fitted(config: ConfigDict, asked: Collection[str], rows: Sequence[str]) -> F
 
 
 def fast_dtype() -> tuple[str, str]:
-    """The dtype that is fast on the device, and the reason."""
+    """(the dtype that is fast on this process's devices, "float32" or "bfloat16"; the reason, to end a sentence)."""
     if processes.platform() == "cpu":
         return "float32", ", because CPUs emulate bfloat16"
     capability = getattr(jax.devices()[0], "compute_capability", None)  # only GPUs have one
@@ -123,9 +124,8 @@ def fast_dtype() -> tuple[str, str]:
 
 
 def _rate(weights: int, *, adapters: bool) -> tuple[float, str]:
-    """A learning rate for a pretrained model, with one digit, and the reason.
-
-    At 3e-5 in place of 1e-5 SmolLM2-135M learned sums in six steps, and lost some of them again in six more.
+    """A learning rate for a pretrained model, with one digit, and the reason. At 3e-5 in place of 1e-5 SmolLM2-135M
+    learned sums in six steps, and lost some of them again in six more.
     """
     rate = min(max(1e-6 * (4e9 / weights) ** (2 / 3), 1e-6), _LARGEST_RATE)
     reason = ", because 4 billion weights learn at 1e-6 (the paper), 0.135 at 1e-5; the power -2/3 of the size has both"

@@ -26,6 +26,7 @@ class Layout:
       config: the resolved config.
       mesh: the mesh of the devices that train.
       rules: map logical axes to axes of `mesh`.
+      model, graphdef: the model's dimensions, and its Flax graphdef.
       param_shapes, param_shardings: the shapes and shardings of the model's weights on `mesh`.
       adapter_shapes, adapter_shardings: the shapes and shardings of the adapters; None if the run trains all weights.
       decoding_devices: the devices that decode together. They are all devices of `mesh`, the devices of one host, or
@@ -48,38 +49,40 @@ class Layout:
     adapter_shardings: Any = None
 
     def activate(self) -> contextlib.AbstractContextManager:
-        """A context in which programs are traced for this mesh and these rules."""
+        """A context in which JAX traces programs for this mesh and these rules."""
         return parallel.activate(self.mesh, self.rules)
 
     @property
     def lora(self) -> models.Lora | None:
-        """The adapters of the config; None if all weights are trained."""
+        """Rank, alpha and targets of the config's adapters; None if all weights are trained."""
         c = self.config.model.lora
         return models.Lora(c.rank, c.alpha, c.targets) if c.rank else None
 
     @property
     def trained_shapes(self) -> Any:
-        """Nested dict of the trained arrays, adapters or all weights, as `ShapeDtypeStruct`s without shardings."""
+        """Nested dict of the trained arrays (adapters, else all weights) as `ShapeDtypeStruct`s without shardings."""
         return self.param_shapes if self.adapter_shapes is None else self.adapter_shapes
 
     @property
     def trained_shardings(self) -> Any:
-        """The shardings of the trained arrays, a nested dict as `trained_shapes`."""
+        """The shardings of the trained arrays (adapters, else all weights), a nested dict."""
         return self.param_shardings if self.adapter_shapes is None else self.adapter_shardings
 
     @property
     def abstract_trained(self) -> Any:
-        """The shapes, dtypes and shardings of the trained arrays."""
+        """Nested dict of the trained arrays (adapters, else all weights) as `ShapeDtypeStruct`s with shardings."""
         return abstract(self.trained_shapes, self.trained_shardings)
 
     @property
     def abstract_params(self) -> Any:
-        """The weights' shapes, dtypes and shardings."""
+        """Nested dict of the model's weights, without adapters, as `ShapeDtypeStruct`s with shardings on `mesh`."""
         return abstract(self.param_shapes, self.param_shardings)
 
     @property
     def abstract_base(self) -> models.Base | None:
-        """Shapes, dtypes and shardings of the frozen weights, if the run trains adapters; None if it does not."""
+        """The frozen weights beside adapters as `ShapeDtypeStruct`s with shardings, in 8 bits if the config says so.
+        None if all weights are trained.
+        """
         if self.lora is None:
             return None
         shapes, shardings = self.param_shapes, self.param_shardings
@@ -88,9 +91,8 @@ class Layout:
         return models.Base(abstract(shapes, shardings), self.lora.scale)
 
     def without_adapters(self, *, dtype: str, model: models.DecoderConfig | None = None) -> Layout:
-        """The layout without adapters of the same model, or of another `model`, on the same mesh.
-
-        All of its weights may be trained, and they have `dtype`.
+        """A layout on the same mesh, of the same model or of another `model`, without adapters: all weights may be
+        trained, and they have `dtype`. Its config is a changed copy.
         """
         config = self.config.copy_and_resolve_references()
         config.model.lora.rank, config.model.param_dtype = 0, dtype
@@ -108,7 +110,7 @@ class Layout:
 
     @property
     def row_sharding(self) -> NamedSharding:
-        """The sharding that spreads the rows of a batch over the data axes."""
+        """The sharding that spreads the first axis of an array, the rows of a batch, over the data axes of the mesh."""
         return NamedSharding(self.mesh, PartitionSpec(self.rules["batch"]))
 
 
@@ -119,15 +121,15 @@ def make_layout(
     host: Sequence[jax.Device] | None = None,
     device_memory: float | None = None,
 ) -> Layout:
-    """Makes the layout of a config.
+    """Makes the layout of a config. It makes no arrays.
 
     Args:
-      vocab_size: read only if the config gives the model's dimensions.
+      vocab_size: entries of the vocabulary; read only if the config gives the model's dimensions.
       devices: the devices that train and decode; by default all devices.
-      host: the devices of one host; by default the devices of this process.
-      device_memory: bytes of a device; by default the memory of this process's first device.
+      host: the devices of one host; by default those of this process.
+      device_memory: bytes of a device. None: what this process's first device says, or unknown if `host` is given.
 
-    Raises ValueError if the mesh does not cover the devices that train, or `rollout.devices` is out of range.
+    Raises ValueError if the mesh does not cover the devices that train, or the model or `rollout.devices` does not fit.
     """
     model = model_config(config, vocab_size)
     devices = list(jax.devices() if devices is None else devices)
@@ -154,9 +156,8 @@ def make_layout(
 
 
 def abstract_model(config: ConfigDict, model: models.DecoderConfig) -> tuple[Any, Any]:
-    """The graphdef of a model with the config's dtypes and remat policy, and `ShapeDtypeStruct`s of its weights.
-
-    With LoRA adapters, the frozen weights have the compute dtype.
+    """(the Flax graphdef of a model with the config's compute dtype and remat policy, its weights as
+    `ShapeDtypeStruct`s). The weights have `model.param_dtype`, or the compute dtype if the config has adapters.
     """
     m = config.model
     compute_dtype = jnp.dtype(m.compute_dtype)
@@ -165,7 +166,9 @@ def abstract_model(config: ConfigDict, model: models.DecoderConfig) -> tuple[Any
 
 
 def model_config(config: ConfigDict, vocab_size: int | None) -> models.DecoderConfig:
-    """The model that `model.path` or `model.size` names, or that has the config's own dimensions."""
+    """The model that `model.path` or `model.size` names, or that has the config's own dimensions and `vocab_size`
+    entries. Raises ValueError if it is missing or not supported, or a dimension or `vocab_size` is not set.
+    """
     m = config.model
     if m.path:
         return models.read_config(models.local_folder(m.path, weights=False))
@@ -185,7 +188,9 @@ def model_config(config: ConfigDict, vocab_size: int | None) -> models.DecoderCo
 
 
 def row_shape(config: ConfigDict) -> data.RowShape:
-    """The shape of every micro-batch that the trainer sees."""
+    """The shape of every micro-batch that the trainer sees: rows, tokens of a row, tokens of a completion, and if rows
+    are packed. Without `train.microbatch_size` a micro-batch is a mini-batch.
+    """
     c = config
     rows = c.train.microbatch_size or rows_per_update(c)
     if c.train.packed_length:
@@ -194,9 +199,8 @@ def row_shape(config: ConfigDict) -> data.RowShape:
 
 
 def packing_shape(layout: Layout) -> data.RowShape:
-    """`row_shape`, where completions in packed rows share their prompt's tokens.
-
-    Raises ValueError if the rows of a micro-batch cannot be spread evenly over the devices that train them.
+    """The shape of every micro-batch, as `row_shape`, and whether completions of a packed row share their prompt's
+    tokens. Raises ValueError if the rows of a micro-batch cannot be spread evenly over the devices that train them.
     """
     shape = row_shape(layout.config)
     ways = parallel.shards("batch", layout.mesh.shape, layout.rules)
@@ -215,14 +219,42 @@ def shares_prompts(layout: Layout) -> bool:
 
 
 def rows_per_update(config: ConfigDict) -> int:
-    """The number of completions of a mini-batch."""
+    """The number of completions of a mini-batch, which makes one optimizer update."""
     return config.rollout.prompts_per_step // config.train.updates_per_step * config.rollout.group_size
 
 
 def teacher_folder(config: ConfigDict) -> str | None:
-    """The folder or hub address of a teacher whose weights the run reads. None: no teacher, or one on servers."""
+    """The folder or hub address of a teacher whose weights the run reads (`reference.path`); None: no such teacher."""
     path = config.reference.path
     return path if path and not path.startswith(("http://", "https://")) else None
+
+
+def reference_layout(layout: Layout) -> Layout:
+    """The layout of the reference policy: of the teacher in the compute dtype, or `layout` itself without a teacher.
+
+    A teacher is the model of `reference.path`, which anchors the KL term and is never trained. It may have another
+    family and other widths, and lies on the policy's mesh. Its vocabulary is cut to the entries that the policy has:
+    published models of one tokenizer differ in the number of entries that no token has.
+
+    Raises ValueError if the teacher is not supported, has fewer entries than the policy, or too short a context.
+    """
+    if not (path := teacher_folder(layout.config)):
+        return layout
+    config, own = layout.config, models.read_config(models.local_folder(path, weights=False))
+    wanted, given = layout.model.vocab_size, own.vocab_size
+    if given < wanted:
+        raise ValueError(
+            f"reference.path={path} has {given} entries in its vocabulary, and the policy has {wanted}: the KL of an "
+            "entry that only the policy has is infinite; choose a teacher with the policy's vocabulary"
+        )
+    longest = config.task.max_prompt_tokens + config.rollout.max_tokens
+    if longest > own.rope.max_position_embeddings:
+        raise ValueError(
+            f"reference.path={path} has positions for {own.rope.max_position_embeddings} tokens, and a prompt with its "
+            f"completion may have {longest}: lower task.max_prompt_tokens or rollout.max_tokens"
+        )
+    model = dataclasses.replace(own, vocab_size=wanted)
+    return layout.without_adapters(dtype=config.model.compute_dtype, model=model)
 
 
 def _parts(devices: list[jax.Device], decoding: int) -> tuple[list[jax.Device], list[jax.Device]]:

@@ -12,27 +12,26 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from rpg_jax import losses, models, storage
+from rpg_jax import data, losses, models, storage
 from rpg_jax.models.lora import init_adapters, load_adapters, merged
 from rpg_jax.models.weights import quantized
 from rpg_jax.runs.checkpointing import Parent
-from rpg_jax.runs.layout import Layout, abstract_model, teacher_folder
+from rpg_jax.runs.layout import Layout, abstract_model, reference_layout, teacher_folder
 from rpg_jax.runs.resolve import lags, loss_arguments
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.training.critic import Critic
 from rpg_jax.training.objective import Objective, mean_fn, policy_loss_fn
 from rpg_jax.training.optimizer import Optimizer, make_optimizer
-from rpg_jax.training.reference import Rule, make_rule
-from rpg_jax.training.state import TrainState, abstract, create_state, state_shapes, state_shardings
+from rpg_jax.training.reference import Rule, Taught, make_rule
+from rpg_jax.training.state import TrainState, abstract, create_state, in_host_memory, state_shapes, state_shardings
 from rpg_jax.training.step import Programs, make_programs
 from rpg_jax.types import Count
 
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-    """How weights are updated.
-
-    `critic` is the learned baseline, or None. The train state's leaves have `shapes` and `shardings`.
+    """How weights are updated: `optimizer`, the learned baseline `critic` (None without one), and the train state's
+    layout: `shapes` has a `ShapeDtypeStruct` for each of its arrays, and `shardings` a sharding.
     """
 
     optimizer: Optimizer
@@ -42,32 +41,34 @@ class Learner:
 
     @property
     def like(self) -> TrainState:
-        """Shapes, dtypes and shardings of the train state, which a checkpoint is restored into."""
+        """A train state with a `ShapeDtypeStruct` and sharding for each array, into which a checkpoint is restored."""
         return abstract(self.shapes, self.shardings)
 
     def create(self, params: Any) -> TrainState:
-        """The state before the first update; `params` are taken over (donated)."""
+        """The state before the first update. `params`, the trained weights, are taken over (donated)."""
         return create_state(params, self.optimizer, self.shardings, self.critic)
 
 
 def make_learner(layout: Layout, *, supervised: bool = False, **optimizer_changes: Any) -> Learner:
-    """The learner of the layout's config. A `supervised` learner has no learned baseline."""
+    """The learner of the layout's config. A `supervised` learner has no learned baseline. `optimizer_changes` replace
+    arguments of `make_optimizer`. Raises ValueError if a field of the optimizer or the critic does not fit.
+    """
     optimizer = make_optimizer(**{**optimizer_arguments(layout.config), **optimizer_changes})
-    critic = None if supervised else make_critic(layout)
+    critic = None if supervised else _make_critic(layout)
     trained, offload = (layout.trained_shapes, layout.trained_shardings), "optimizer" in offloaded(layout.config)
     shardings = state_shardings(*trained, optimizer, layout.replicated, critic, offload=offload)
     return Learner(optimizer, critic, state_shapes(layout.trained_shapes, optimizer, critic), shardings)
 
 
 def optimizer_arguments(config: ConfigDict) -> dict[str, Any]:
-    """The arguments of `make_optimizer` for the policy."""
+    """The keyword arguments of `make_optimizer` for the policy, from the config's `optimizer` and updates of a step."""
     given, c = config.optimizer.to_dict(), config.train
     until = Count.parse(given["decay_until"] or f"{c.steps} steps", "optimizer.decay_until")
     given |= {"warmup": Count.parse(given["warmup"], "optimizer.warmup"), "decay_until": until}
     return {**given, "updates_per_step": c.updates_per_step * c.epochs}
 
 
-def make_critic(layout: Layout) -> Critic | None:
+def _make_critic(layout: Layout) -> Critic | None:
     """The learned baseline; None if the advantages need no learned baseline."""
     config, c = layout.config, layout.config.critic
     if config.loss.advantage not in losses.LEARNED_ADVANTAGES:
@@ -86,7 +87,9 @@ def make_critic(layout: Layout) -> Critic | None:
 
 
 def policy_objective(config: ConfigDict, critic: Critic | None = None, *, on_policy: bool = False) -> Objective:
-    """The config's loss and entropy bonus, and the loss of `critic`. For `on_policy` see `is_on_policy`."""
+    """The config's loss and entropy bonus, and the loss of `critic`, the learned baseline (None: there is none).
+    `on_policy`: the update itself takes the old log-probs from the policy in training, without a pass before it.
+    """
     c, (name, hyperparameters) = config.loss, loss_arguments(config)
     return Objective(
         policy_loss_fn(losses.find_loss(name), **hyperparameters),
@@ -98,10 +101,9 @@ def policy_objective(config: ConfigDict, critic: Critic | None = None, *, on_pol
 
 
 def is_on_policy(layout: Layout) -> bool:
-    """Whether a step is one update on completions of the weights before the update, see `loop.Algorithm.on_policy`.
-
-    False with a critic, experts, or a loss of whole completions: they need a pass before the update. False if groups
-    are carried over, sampled ahead or sampled in parts: older weights have sampled their tokens.
+    """Whether a step is one update on completions of the weights before it. Then no pass before it computes log-probs.
+    False with a critic, experts, or a loss of whole completions: they need that pass. False if groups are carried over,
+    sampled ahead or sampled in parts: older weights have sampled their tokens.
     """
     c, (name, hyperparameters) = layout.config, loss_arguments(layout.config)
     carries = c.dynamic_sampling.enabled and c.dynamic_sampling.surplus == "carry"
@@ -118,9 +120,8 @@ def learner_programs(
     base: models.Base | None = None,
     temperature: float | None = None,
 ) -> Programs:
-    """The jitted programs of an objective: by default the config's, at the sampling temperature.
-
-    `base` is as in `make_programs`.
+    """The jitted log-prob pass and update of a step; nothing is compiled yet. `objective` is by default the config's,
+    and `temperature`, at which log-probs are taken, that of sampling. `base` is frozen beside adapters.
     """
     objective = objective or policy_objective(layout.config, learner.critic, on_policy=is_on_policy(layout))
     return make_programs(
@@ -135,14 +136,14 @@ def learner_programs(
 
 
 def reference_rule(config: ConfigDict) -> Rule:
-    """When the config's reference moves."""
+    """When the config's reference policy moves. Raises ValueError for an unknown rule or a number out of its range."""
     c = config.reference
     every = Count.parse(c.every, "reference.every")
     return make_rule(c.rule, every=every, kl_threshold=c.kl_threshold)
 
 
 def reference_differs(config: ConfigDict) -> bool:
-    """Whether a step needs a pass of the reference: it may differ from the sampling policy, and no server has it."""
+    """Whether a step needs a pass for the reference's log-probs: it may differ from the sampler and has no server."""
     if config.reference.path and not teacher_folder(config):
         return False
     return reference_rule(config).differs(config.train.updates_per_step * config.train.epochs)
@@ -156,12 +157,50 @@ def offloaded(config: ConfigDict) -> frozenset[str]:
     return names
 
 
+def open_teacher(layout: Layout, tokenizer: data.Tokenizer, *, offload: bool) -> Taught | None:
+    """The teacher of a run: the model `reference.path`, with its weights on devices, or with `offload` in host memory.
+    None: there is no teacher, or servers have it. Raises ValueError if the model is missing or not supported, has a
+    smaller vocabulary or context than the policy needs, or another tokenizer than the policy's, `tokenizer`.
+    """
+    if not (path := teacher_folder(layout.config)):
+        return None
+    own = reference_layout(layout)
+    folder = models.local_folder(path)
+    check_tokenizer(path, data.load_tokenizer(folder), tokenizer)
+    dtype = own.config.model.param_dtype
+    whole = own.without_adapters(dtype=dtype, model=models.read_config(folder))
+    params = models.load(folder, whole.model, param_dtype=jnp.dtype(dtype), shardings=whole.param_shardings)
+    if whole.model != own.model:  # the first entries of the vocabulary
+        cut = {name: x[: own.model.vocab_size] for name, x in params.items() if name in ("embed", "lm_head")}
+        params = jax.device_put(params | cut, own.param_shardings)
+    if offload:
+        params = jax.device_put(params, jax.tree.map(in_host_memory, own.param_shardings))
+    programs = learner_programs(own, make_learner(own, supervised=True))
+    return Taught(params, programs)
+
+
+def check_tokenizer(path: str, found: data.Tokenizer, own: data.Tokenizer) -> None:
+    """Raises ValueError unless `found`, the teacher's tokenizer, has the same text for every token of the policy's,
+    `own`. The message names `path`, the address of the teacher, and the first token that differs.
+    """
+    for token in range(own.vocab_size):
+        names = [t.name(token) if token < t.vocab_size else "" for t in (found, own)]
+        if names[0] != names[1]:
+            raise ValueError(
+                f"reference.path={path} has another tokenizer than the policy: token {token} is {names[0]!r} there and "
+                f"{names[1]!r} here, and a teacher scores the tokens of the policy. Choose a teacher with the policy's "
+                "tokenizer, or set model.tokenizer to the teacher's for a policy that begins with random weights"
+            )
+
+
 Draw = Callable[[Layout], Any]
 """The weights of a layout without adapters, before any training by reinforcement."""
 
 
 def init_params(layout: Layout) -> Any:
-    """Loads the weights of `model.path`, or draws random weights, straight into their shards."""
+    """The weights of `model.path`, or random weights by `warm_start.seed`, made straight in their shards: a nested dict
+    of arrays in `model.param_dtype`. Raises ValueError if the model is missing or damaged.
+    """
     m, dtype = layout.config.model, jnp.dtype(layout.config.model.param_dtype)
     if m.path:
         folder = models.local_folder(m.path)
@@ -182,16 +221,13 @@ def no_params(layout: Layout) -> Any:
 def open_base(
     layout: Layout, folder: storage.Folder, draw: Draw, *, begins: bool, parent: Parent | None = None
 ) -> models.Base | None:
-    """The frozen weights of a run; None if all weights are trained. Collective.
-
-    The weights of `model.path` are read from there each time. Other weights, random or of a warm start, are drawn when
-    the run `begins`, or taken from its `parent`. The run's folder then keeps them once, in `base`.
-
-    Raises Refused if the base in the folder is missing or damaged.
+    """The frozen weights of a run with adapters; None if all weights are trained. Collective. Weights of `model.path`
+    are read from there each time. Others, random or of a warm start, come from `draw` when the run `begins`, or from
+    its `parent`; `folder` keeps them in `base`. Raises Refused, a ValueError, if they are damaged there.
     """
     if layout.lora is None:
         return None
-    if not keeps_base(layout.config):
+    if not _keeps_base(layout.config):
         return new_base(layout, draw)
     kept, like = Snapshots(folder.home / "base"), layout.abstract_base
     assert like is not None
@@ -204,10 +240,10 @@ def open_base(
 
 
 def new_base(layout: Layout, draw: Draw) -> models.Base:
-    """The weights that `draw` reads or makes, frozen in `model.compute_dtype`, or in 8 bits."""
+    """The weights that `draw` reads or makes, frozen in `model.compute_dtype` or 8 bits. The layout has adapters."""
     m, like = layout.config.model, layout.abstract_base
     assert like is not None, "a layout without adapters has no base"
-    params = draw(layout.without_adapters(dtype=m.param_dtype if keeps_base(layout.config) else m.compute_dtype))
+    params = draw(layout.without_adapters(dtype=m.param_dtype if _keeps_base(layout.config) else m.compute_dtype))
 
     def freeze(params: Any) -> Any:
         params = jax.tree.map(lambda x: x.astype(m.compute_dtype), params)
@@ -219,13 +255,15 @@ def new_base(layout: Layout, draw: Draw) -> models.Base:
     return dataclasses.replace(like, weights=params)
 
 
-def keeps_base(config: ConfigDict) -> bool:
+def _keeps_base(config: ConfigDict) -> bool:
     """Whether a run's folder keeps the base of its adapters. The weights of `model.path` need no copy."""
     return not config.model.path or config.warm_start.enabled
 
 
 def first_adapters(layout: Layout) -> Any:
-    """The adapters before the first update, of `model.lora.path` or of the seed; straight into their shards."""
+    """The adapters before the first update, in their shards: of `model.lora.path`, or new by `config.seed`, which leave
+    the policy as it is. A nested dict of arrays in `model.param_dtype`. The layout must have adapters.
+    """
     c, lora = layout.config, layout.lora
     assert lora is not None, "a layout without adapters trains all weights"
     dtype = jnp.dtype(c.model.param_dtype)
@@ -236,7 +274,9 @@ def first_adapters(layout: Layout) -> Any:
 
 
 def merged_layout(layout: Layout, base: models.Base | None, adapters: Any) -> tuple[Layout, Any]:
-    """Returns (a layout without adapters, its weights W + (alpha / rank) A B in the compute dtype). Consumes `base`."""
+    """(a layout without adapters, its weights W + (alpha / rank) A B in the compute dtype). `base` has the W and is
+    consumed, unless it is in 8 bits; `adapters` have A and B.
+    """
     whole = layout.without_adapters(dtype=layout.config.model.compute_dtype)
 
     def merge(base: models.Base, adapters: Any) -> Any:

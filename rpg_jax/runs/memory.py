@@ -23,9 +23,16 @@ from rpg_jax.models.sizes import parameter_count
 from rpg_jax.models.weights import quantized, quantized_shardings
 from rpg_jax.rollout import Decoding
 from rpg_jax.rollout.decode_state import DecodeState
-from rpg_jax.runs.layout import Layout, make_layout, packing_shape, row_shape, rows_per_update, teacher_folder
+from rpg_jax.runs.layout import (
+    Layout,
+    make_layout,
+    packing_shape,
+    reference_layout,
+    row_shape,
+    rows_per_update,
+    teacher_folder,
+)
 from rpg_jax.runs.learner import Learner, make_learner, offloaded, reference_differs
-from rpg_jax.runs.teacher import reference_layout
 from rpg_jax.training.collect import UNKNOWN_SHARE
 from rpg_jax.training.state import abstract
 
@@ -37,22 +44,21 @@ _TILE = 16  # slots of a copy: rows of a bf16 tile
 
 def slots_that_fit(memory: float, held: float, slot: float, *, tile: int, needed: int) -> int:
     """Decode slots of a device: those that fit, in whole tiles of `tile` slots, at most `needed`, and at least one.
-
     floor((memory × 15/16 - held) / slot), where `memory`, `held` and `slot` are bytes: of the device, of its other
-    arrays, and of a slot.
+    arrays, and of a slot. If less than a tile fits, the number is not rounded to tiles.
     """
     fitting = max(1, math.floor((memory * (1 - LEFT_FREE) - held) / slot))
     return min(fitting - fitting % tile if fitting > tile else fitting, needed)
 
 
 def bytes_on_a_device(tree: Any) -> float:
-    """Bytes of ShapeDtypeStructs with shardings; arrays in host memory do not count."""
+    """Bytes on one device of a tree of `ShapeDtypeStruct`s with shardings. Arrays in host memory do not count."""
     leaves = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind in (None, "device")]
     return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))
 
 
 def cache_bytes(model: DecoderConfig, decoding: Decoding) -> float:
-    """Bytes of the decode state on a device."""
+    """Bytes on one device of the decode state (the cache of keys and values and more) for all of `decoding.slots`."""
     assert decoding.mesh is not None, "a layout decodes on a mesh"
     size, int8 = (decoding.slots, decoding.capacity, decoding.dtype or jnp.float32), {"int8_kv": decoding.int8_kv}
     with parallel.activate(decoding.mesh, decoding.rules):
@@ -62,14 +68,16 @@ def cache_bytes(model: DecoderConfig, decoding: Decoding) -> float:
 
 
 def prompts_of_a_step(config: ConfigDict) -> int:
-    """Prompts of a generation batch. For `dynamic_sampling.oversample` 0: the prompts that a step needs on average."""
+    """Prompts of a generation batch: `rollout.prompts_per_step`, or with dynamic sampling `dynamic_sampling.oversample`
+    times as many. If `oversample` is 0: the prompts that a step needs on average.
+    """
     wanted, dynamic = config.rollout.prompts_per_step, config.dynamic_sampling
     if not dynamic.enabled:
         return wanted
     return wanted * dynamic.oversample or math.ceil(wanted / UNKNOWN_SHARE)
 
 
-def slots_of_a_device(layout: Layout, decoding: Decoding) -> int:
+def _slots_of_a_device(layout: Layout, decoding: Decoding) -> int:
     """The slots of a device if `rollout.slots` is unset. `decoding` has one slot for each device of its mesh.
 
     The number depends on the config and the kind of device alone. So a run that resumes on the same machine has the
@@ -82,7 +90,7 @@ def slots_of_a_device(layout: Layout, decoding: Decoding) -> int:
     if memory is None:
         return min(needed, -(-UNKNOWN_MEMORY_SLOTS // mesh.size))
     held = bytes_on_a_device(decoding_params(layout, decoding))
-    held += 0 if c.rollout.devices else held_while_sampling(layout, make_learner(layout), decoding)
+    held += 0 if c.rollout.devices else _held_while_sampling(layout, make_learner(layout), decoding)
     if c.rollout.max_staleness and not c.rollout.devices:
         held += (memory * (1 - LEFT_FREE) - held) / 2
     copy = mesh.shape["tensor"] * mesh.shape["expert"]
@@ -90,7 +98,7 @@ def slots_of_a_device(layout: Layout, decoding: Decoding) -> int:
     return slots_that_fit(memory, held, slot, tile=-(-_TILE // copy), needed=needed)
 
 
-def held_while_sampling(layout: Layout, learner: Learner, decoding: Decoding) -> float:
+def _held_while_sampling(layout: Layout, learner: Learner, decoding: Decoding) -> float:
     """Bytes on a device that the trainer holds during sampling: the state of the optimizer, a resident reference, and
     the master weights if a copy of them decodes."""
     trained, own = bytes_on_a_device(layout.abstract_trained), has_copy(layout, decoding)
@@ -99,10 +107,10 @@ def held_while_sampling(layout: Layout, learner: Learner, decoding: Decoding) ->
         state += bytes_on_a_device(layout.abstract_base) if own else 0
     elif not own:
         state -= trained
-    return state + resident_reference(layout)
+    return state + _resident_reference(layout)
 
 
-def reference_bytes(layout: Layout) -> float:
+def _reference_bytes(layout: Layout) -> float:
     """Bytes on a device of the reference's weights."""
     if layout.config.reference.path and not teacher_folder(layout.config):
         return 0.0  # servers have the teacher
@@ -110,15 +118,17 @@ def reference_bytes(layout: Layout) -> float:
     return bytes_on_a_device(layout.abstract_trained if own is layout else own.abstract_params)
 
 
-def resident_reference(layout: Layout) -> float:
+def _resident_reference(layout: Layout) -> float:
     """Bytes of the reference that stay on a device between steps; 0 if the reference does not stay there."""
     c = layout.config
     stays = (c.reference.resident or teacher_folder(c)) and "reference" not in offloaded(c)
-    return reference_bytes(layout) if stays else 0.0
+    return _reference_bytes(layout) if stays else 0.0
 
 
 def has_copy(layout: Layout, decoding: Decoding) -> bool:
-    """Whether the rollout holds its own copy of the trainer's weights; with adapters, its own copy of the base."""
+    """Whether the rollout holds its own copy of the trainer's weights, or of the frozen base if adapters are trained:
+    another dtype, 8 bits, another mesh, or adapters merged into the base.
+    """
     c = layout.config
     if layout.lora is not None:
         return c.model.lora.merged or decoding.shardings is not None or (decoding.int8 and not c.model.lora.int8)
@@ -126,13 +136,15 @@ def has_copy(layout: Layout, decoding: Decoding) -> bool:
 
 
 def decoding_params(layout: Layout, decoding: Decoding) -> Any:
-    """The `ShapeDtypeStruct`s, with shardings, of the weights that the rollout holds, a frozen base included."""
+    """Nested dict of the weights that the rollout holds, a frozen base included: `ShapeDtypeStruct`s with shardings."""
     params = synced_params(layout, decoding)
     return attached(decoding_base(layout, decoding).weights, params) if _apart(layout) else params
 
 
 def synced_params(layout: Layout, decoding: Decoding) -> Any:
-    """The arrays that a sync brings to the rollout: all weights, or adapters that decode beside their base."""
+    """The arrays that a sync brings to the rollout, as `ShapeDtypeStruct`s with shardings: all weights, or the adapters
+    if they decode beside their base.
+    """
     apart, shardings = _apart(layout), decoding.shardings
     params = layout.trained_shapes if apart else layout.param_shapes
     if decoding.dtype is not None:
@@ -149,7 +161,7 @@ def _apart(layout: Layout) -> bool:
 
 
 def decoding_base(layout: Layout, decoding: Decoding) -> models.Base:
-    """Shapes, dtypes and shardings of the frozen weights in a rollout that keeps the adapters apart."""
+    """The frozen weights in a rollout that keeps the adapters of `layout` apart: `ShapeDtypeStruct`s with shardings."""
     assert decoding.mesh is not None and layout.lora is not None, "a layout with adapters decodes on a mesh"
     shapes = layout.param_shapes
     where = parallel.shardings(models.logical_axes(layout.model), shapes, decoding.mesh, decoding.rules)
@@ -160,8 +172,8 @@ def decoding_base(layout: Layout, decoding: Decoding) -> models.Base:
 
 def fitting_layout(config: ConfigDict, vocab_size: int) -> Layout:
     """The config's layout. If it does not fit these devices, a layout with one copy of the weights over all devices.
-
     The change is printed to stderr, and stands in `layout.config`. A teacher is left out: only training needs it.
+    Raises ValueError if the changed layout does not fit either.
     """
     if config.reference.path:
         config = config.copy_and_resolve_references()
@@ -183,10 +195,8 @@ def make_decoding(layout: Layout) -> rollout.Decoding:
     """How a layout decodes: in copies of the weights, `rollout.tensor` × `rollout.expert` devices each.
 
     Each copy has all weights, so that a decode step gathers none. Key-value heads that `rollout.tensor` does not divide
-    are on each of its devices. `rollout.slots` unset takes as many slots as fit, see `slots_of_a_device`.
-
-    Raises:
-      ValueError: the size of a copy does not divide the devices, or the driver cannot decode in several processes.
+    are on each of its devices. If `rollout.slots` is unset, a device has as many slots as fit and a step needs; of
+    unknown memory, all devices together have 128. Raises ValueError if the size of a copy does not divide the devices.
     """
     c, m, mesh, rules = layout.config, layout.config.model, _decoding_mesh(layout), layout.rules
     shardings = None
@@ -209,7 +219,7 @@ def make_decoding(layout: Layout) -> rollout.Decoding:
         shardings=shardings,
     )
     threads = c.rollout.threads
-    each = c.rollout.slots or -(-slots_of_a_device(layout, decoding) // threads) * threads
+    each = c.rollout.slots or -(-_slots_of_a_device(layout, decoding) // threads) * threads
     return dataclasses.replace(decoding, slots=each * mesh.size, threads=threads)
 
 
@@ -243,11 +253,11 @@ _TOKENS = 8192  # tokens of packed rows on a device at once; more save gathers, 
 
 
 def with_micro_batch(layout: Layout) -> Layout:
-    """Chooses `train.microbatch_size` if it is unset: the largest micro-batch that fits. Returns the new layout.
+    """The layout with `train.microbatch_size` chosen, if it is unset: the largest number of rows that fits.
 
-    `_sizes` lists the sizes, the largest first. A size fits if its `peak` takes at most 4/5 of a device. If no size
-    fits, the smallest is chosen. The choice depends on the config and the kind of device only, and is printed to
-    stderr. On a CPU the memory is unknown: a micro-batch then is a mini-batch, or for packed rows the first size.
+    A size divides a mini-batch evenly over the devices, and fits if training then fills at most 4/5 of a device. If no
+    size fits, the smallest is chosen. The choice depends on the config and the kind of device only, and is printed to
+    stderr. On a CPU the memory is unknown: a micro-batch then is a mini-batch, or for packed rows the largest size.
     """
     c, fitted, memory = layout.config, layout, layout.device_memory
     if c.train.microbatch_size is not None or (memory is None and not c.train.packed_length):
@@ -268,7 +278,6 @@ def with_micro_batch(layout: Layout) -> Layout:
 
 def checked(layout: Layout) -> Layout:
     """Returns `layout` if training and sampling fit the memory by arithmetic. On a CPU the memory is the machine's.
-
     Raises ValueError if one of them does not fit. A run that fits by arithmetic may still fail in practice.
     """
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / jax.local_device_count()
@@ -287,17 +296,20 @@ def checked(layout: Layout) -> Layout:
 
 
 def peak(layout: Layout, learner: Learner, decoding: Decoding) -> float:
-    """Bytes on a device at the peak of training, the bytes of the rollout and of a resident reference included."""
+    """Bytes on a device at the peak of training: the largest program with all that stays beside it. The rollout's
+    weights and a resident reference count, and the decode state where sampling runs ahead on the same devices.
+    """
     c, held = layout.config.rollout, resident(layout, learner, decoding)
     beside = cache_bytes(layout.model, decoding) if c.max_staleness and not c.devices else 0.0
     return beside + max(held[name] + own for name, own in own_peaks(layout).items())
 
 
 def own_peaks(layout: Layout) -> dict[str, float]:
-    """Bytes at the peak of each program of training by arithmetic, without `resident`.
+    """{program of training: bytes on a device at its peak}, by arithmetic, without what only stays beside the program.
 
-    They are the activations that wait, the gradients, one gathered layer and the state that the program works on.
-    A compiler keeps more, which is left out: activations between two products of a layer, copies, gaps.
+    They are the activations that wait, the gradients, one gathered layer and the state that the program works on. The
+    programs are "log-probs", and "update", or "start", "add" and "apply" if an update sums several micro-batches. A
+    compiler keeps more, which is left out: activations between two products of a layer, copies, gaps.
     """
     c, model, shape = layout.config, layout.model, row_shape(layout.config)
     held = bytes_on_a_device(layout.abstract_trained)
@@ -329,11 +341,11 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
     cache = cache_bytes(layout.model, decoding)
     row = 4 * (3 * shape.length + 8 * shape.completion_length)
     training = own + c.rollout.prompts_per_step * c.rollout.group_size * row / layout.mesh.size
-    stays = resident_reference(layout)
-    read = reference_bytes(layout)
+    stays = _resident_reference(layout)
+    read = _reference_bytes(layout)
     other = read if stays or reference_differs(c) else 0
     anchor = read if c.loss.estimator == "exact" else stays if teacher_folder(c) else 0
-    sampling = held_while_sampling(layout, learner, decoding)
+    sampling = _held_while_sampling(layout, learner, decoding)
     return {
         "log-probs": training + slots + other,
         "baseline": training + slots,
@@ -347,7 +359,7 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
 
 
 def bytes_of_a_number(layout: Layout) -> int:
-    """Bytes of an activation, and of a weight that is gathered for a product."""
+    """Bytes of a number in `model.compute_dtype`: of an activation, and of a weight that is gathered for a product."""
     return 2 if layout.config.model.compute_dtype == "bfloat16" else 4
 
 
@@ -369,10 +381,9 @@ def _sizes(layout: Layout) -> Iterator[int]:
 
 
 def _kept(model: DecoderConfig, remat: str) -> float:
-    """Activations of a token that wait in a layer for the backward pass.
-
-    With "none" the results between the matrix products wait too, some of them in f32. This number is fitted to one
-    compiled update of Qwen3-4B, in rows of 10,240 tokens on v5p:4x4x4: 87 thousand.
+    """Activations of a token that wait in a layer for the backward pass. With "none" the results between the matrix
+    products wait too, some of them in f32. This number is fitted to one compiled update of Qwen3-4B, in rows of 10,240
+    tokens on v5p:4x4x4: 87 thousand.
     """
     heads, pairs = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
     products = 2 * model.embed_dim + 2 * model.hidden_dim + heads + pairs

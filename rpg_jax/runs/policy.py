@@ -37,6 +37,7 @@ from rpg_jax.runs.learner import (
 from rpg_jax.runs.memory import cache_bytes, make_decoding
 from rpg_jax.runs.resolve import check_trusted, resolve
 from rpg_jax.storage import integrity
+from rpg_jax.training.objective import Objective, supervised_loss
 from rpg_jax.training.state import for_evaluation
 from rpg_jax.types import Completion, FinishReason, Sampling
 
@@ -46,11 +47,9 @@ NONE: Changes = MappingProxyType({})
 
 
 class Sample(NamedTuple):
-    """One completion of a prompt.
-
-    `text` is without special tokens. `tokens` i32[n] are the sampled ids, with the stop token if one was drawn, and
-    `logprobs` f32[n] their log-probabilities in nats, of the distribution sampled from. `finish_reason` is "stop" or
-    "length".
+    """One completion of a prompt. `text` is without special tokens. `tokens` i32[n] are the sampled ids, with the stop
+    token if one was drawn, and `logprobs` f32[n] their log-probabilities in nats, of the distribution sampled from.
+    `finish_reason` is "stop", for a stop token, or "length", if a limit has cut the completion.
     """
 
     text: str
@@ -90,10 +89,11 @@ class Policy:
 
     @staticmethod
     def from_run(run: str | Path, *, step: int | None = None, overrides: Changes = NONE) -> Policy:
-        """The policy of a run's checkpoint (default: its last).
+        """The policy of a run's checkpoint, with adapters merged into their base. No code of the user is imported.
 
         Args:
           run: the run's folder, local or gs://BUCKET/….
+          step: the step of the checkpoint; None: the last one.
           overrides: values of config fields, by dotted name, that replace the run's, as {"rollout.max_tokens": 64}.
 
         Raises ValueError if there is no such run or checkpoint. The message lists the runs or checkpoints that exist.
@@ -117,7 +117,8 @@ class Policy:
         Args:
           model: a folder, OWNER/NAME on the hub, gs://BUCKET/FOLDER, or a local FILE.gguf.
           max_prompt_tokens, max_tokens: the limits of prompts and completions.
-          config, overrides: as in `rpg_jax.train`; of mesh, dtypes and rollout.
+          config: the name of a shipped config or a config file; its fields of mesh, dtypes and rollout count.
+          overrides: values of config fields by dotted name, {"rollout.slots": 8}. They win over the other arguments.
 
         Raises ValueError if there is no such model, or it is damaged; the message says what is missing.
         """
@@ -145,10 +146,9 @@ class Policy:
         A prompt is a text, or the messages of a conversation, [{"role": "user", "content": "…"}, …]. Prompts pass the
         chat template, if the tokenizer has one. Temperature 0 is greedy. `max_tokens` is at most the config's
         `rollout.max_tokens`, which is the default. A line on stderr names characters that the tokenizer does not know,
-        another says if answers are written backwards. Equal arguments give equal completions.
+        another says if answers are written backwards. Equal arguments, with `seed`, give equal completions.
 
-        Raises:
-          ValueError: a prompt with more tokens than the config's `task.max_prompt_tokens`, or messages of another form.
+        Raises ValueError if a prompt is longer than `task.max_prompt_tokens` or malformed, or `k` is below 1.
         """
         single = isinstance(prompts, str) or bool(prompts and isinstance(prompts[0], Mapping))
         asked: Sequence[Any] = [prompts] if single else prompts
@@ -172,10 +172,10 @@ class Policy:
     def chat(
         self, messages: str | Messages, *, temperature: float = 1.0, max_tokens: int | None = None, seed: int = 0
     ) -> Iterator[str]:
-        """The policy's answer to a text or a conversation, piece by piece, as it is decoded; arguments as of `sample`.
-
+        """Yields the policy's answer to a text, or to a conversation [{"role": "user", "content": "…"}, …], piece by
+        piece, as it is decoded. `temperature` 0 is greedy; `max_tokens` is at most `rollout.max_tokens`, the default.
         Joined, the pieces are the text of `sample`. To go on, append {"role": "assistant", "content": answer} and the
-        next message to `messages`, and call again.
+        next message to `messages`, and call again. Raises ValueError, at the first piece, if a prompt is too long.
         """
         [tokens], tokenizer = self.encode([messages]), self.experiment.tokenizer
         sampling, stops = self._sampling(temperature, max_tokens), set(tokenizer.stop_token_ids)
@@ -191,9 +191,8 @@ class Policy:
         return own if max_tokens is None else dataclasses.replace(own, max_tokens=min(max_tokens, own.max_tokens))
 
     def _rollout(self, rows: int, length: int) -> LockstepRollout:
-        """A rollout with room for `rows` completions of `length` tokens, prompts included. Later calls use it again.
-
-        A single completion is decoded token by token, so that `chat` shows each token at once.
+        """A rollout with room for `rows` completions of `length` tokens, prompts included. Later calls use it again. A
+        single completion is decoded token by token, so that `chat` shows each token at once.
         """
         c, layout = self.experiment.config, self.experiment.layout
         most = capacity(c.task.max_prompt_tokens, c.rollout.max_tokens)
@@ -221,12 +220,11 @@ class Policy:
     ) -> list[np.ndarray]:
         """log π(token | prompt, tokens before it) of every token of `completions[i]` after `prompts[i]`, f32[n], nats.
 
-        A completion is a text, a `Sample` or token ids. A text has no stop token at its end. Training computes the
-        same numbers, at its own temperature. Neighbouring completions with equal prompts share the prompt's work.
+        A completion is a text, a `Sample` or token ids. A text has no stop token at its end. Training computes the same
+        numbers, at its own temperature. Neighbouring completions with equal prompts share the prompt's work.
 
-        Raises:
-          ValueError: the two lists differ in length, a prompt is too long, or a completion has no token, or a token
-            that the model does not have.
+        Raises ValueError if the two lists differ in length, a prompt is too long, or a completion has no token, or a
+        token that the model does not have.
         """
         if len(prompts) != len(completions):
             raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: give one prompt for each")
@@ -252,13 +250,13 @@ class Policy:
             return []
         packed = data.pack(scored, _shape(scored, layout), pad_id=tokenizer.pad_id, sharding=layout.row_sharding)
         with layout.activate():
-            programs = learner_programs(layout, make_learner(layout, supervised=True), temperature=temperature)
+            learner, objective = make_learner(layout, supervised=True), Objective(supervised_loss)  # no loss is needed
+            programs = learner_programs(layout, learner, objective, temperature=temperature)
             found = [programs.logprobs(self.params, batch.rows)[0] for batch in packed.batches]
         return [own for group in packed.packing.gather(found) for own in group]
 
     def encode(self, prompts: Sequence[str | Messages]) -> list[np.ndarray]:
-        """The token ids i32[n] of each prompt, inside the chat template.
-
+        """The token ids i32[n] of each prompt, a text or messages, inside the chat template if the tokenizer has one.
         Raises ValueError if a prompt has more tokens than `task.max_prompt_tokens`, or a message no role or text.
         """
         tokenizer, task = self.experiment.tokenizer, self.experiment.config.task
@@ -315,7 +313,7 @@ def _asked(number: int, prompt: str | Messages) -> data.Problem:
 
 
 def free_folder(out: str | Path) -> Path:
-    """`out` as a local path. Raises ValueError if it holds files already, or is no local folder."""
+    """`out` as a local path. Raises ValueError if it is a file, holds files already, or is no local address."""
     folder = storage.local(out)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ValueError(f"{folder} already holds files; choose another folder")
@@ -331,13 +329,12 @@ def of_run(
     merge: bool = True,
     trust: bool = False,
 ) -> Policy:
-    """The policy of a run's checkpoint, by default the last.
+    """The policy of a run's checkpoint after step `step`, by default the last.
 
     `changes` are values of config fields, by dotted name, that replace the run's. `held_out` loads the problems of
-    evaluations. Without `weights`, `Policy.params` is None. `merge` adds adapters to their base; without `merge` the
-    params are the adapters. Without `trust` no code that the config names is imported: another may have written it.
-
-    Raises ValueError if the folder holds no run, or not that checkpoint; the message lists the checkpoints.
+    evaluations; without `trust` this is refused if the config names code to import or a judge to ask, as another may
+    have written it. Without `weights`, `Policy.params` is None. `merge` adds adapters to their base; without `merge`
+    the params are the adapters. Raises ValueError if the folder has no run, or not that checkpoint.
     """
     config = run_folder.read_config(folder.files)
     config.update_from_flattened_dict(changes)
@@ -367,10 +364,11 @@ def of_run(
 def of_config(
     config: ConfigDict, scratch: Path, changes: Changes = NONE, held_out: bool = False, weights: bool = True
 ) -> Policy:
-    """The policy of `model.path`, or a policy with random weights. The weights have `model.compute_dtype`.
-
-    The adapters of `model.lora.path` are merged into the weights. New adapters change nothing, and are left out. A
-    tokenizer that is trained here is written to `scratch`. `changes`, `held_out` and `weights` are as in `of_run`.
+    """The policy of `model.path`, or one with random weights, in `model.compute_dtype`. The adapters of
+    `model.lora.path` are merged into the weights; new adapters change nothing, and are left out. A tokenizer that is
+    trained here is written to `scratch`. `changes` are values of config fields by dotted name. `held_out` loads the
+    problems of evaluations, and may import the user's code. Without `weights`, `Policy.params` is None. Raises
+    ValueError if the config does not fit.
     """
     changed = config.copy_and_resolve_references()
     changed.update_from_flattened_dict({"model.param_dtype": config.model.compute_dtype, **changes})
@@ -388,10 +386,9 @@ def of_config(
 
 
 def export_adapters(run: str, out: str, *, step: int | None = None) -> int:
-    """Writes the adapters of a checkpoint (default: the last) to the folder `out`, and returns its step.
-
-    Raises:
-      ValueError: `out` holds files or is no local folder, the run trains all weights, or has no such checkpoint.
+    """Writes the adapters of a checkpoint to the folder `out`, as the library peft reads them, and returns the
+    checkpoint's step. `run` is the run's folder or gs:// address; `step` None is the last one. Raises ValueError if
+    `out` holds files or is no local folder, or if the run trains all weights or has no such checkpoint.
     """
     target = free_folder(out)
     with run_folder.opened(run) as folder:

@@ -44,7 +44,10 @@ _PASSED = ("temperature", "port", "max_active", "http_port", "weights_from")
 
 
 def serve(options: argparse.Namespace, loaded: config_files.Loaded | None) -> int:
-    """Serves the policy of `options.run`, or else of the config `loaded`; returns the exit code of `rpg_jax.serve`."""
+    """Serves the policy of the run `options.run`, or else of the config `loaded`, by the flags of `rpg_jax.serve`.
+    Blocks until a signal or the idle time ends it, and running requests end. Returns 0, or 128 plus the number of the
+    signal. Raises ValueError if a certificate, a port, a folder, the run or the model does not fit.
+    """
     files = pem_file(options.certificate, CERTIFICATE), pem_file(options.private_key, PRIVATE_KEY)
     access = Access(options.host, *files, ApiKey.find(options.api_key_file))
     access.tls()  # a broken file, a wrong folder or a taken port is said before the weights are loaded
@@ -57,7 +60,7 @@ def serve(options: argparse.Namespace, loaded: config_files.Loaded | None) -> in
         served = with_context(served, options.context)
     model_name = Path(options.run or served.experiment.config.model.path or "policy").name
     chosen = {flag: getattr(options, flag) for flag in _PASSED}
-    server = make_policy_server(served, name=model_name, access=access, **chosen)
+    server = _make_policy_server(served, name=model_name, access=access, **chosen)
     del served  # the server has its own weights, in the dtype that decodes
     return _until_the_end(server, name, access, options)
 
@@ -78,10 +81,9 @@ def _opened(options: argparse.Namespace, loaded: config_files.Loaded | None) -> 
 
 
 def with_context(served: Policy, tokens: int | None) -> Policy:
-    """`served` with room for a prompt and its completion of `tokens` tokens together. None: as many as the model has
-    positions for, and at most 8192 on a CPU. Raises ValueError if the model has fewer positions.
-
-    There are as many slots as fit the device, or 1 GiB on a CPU, but at most `rollout.slots`, if that is set.
+    """A copy of `served` with room for prompt and completion of `tokens` tokens together, half of them each. None: as
+    many as the model has positions for, and at most 8192 on a CPU. Raises ValueError if the model has fewer positions.
+    There are as many slots as fit the device, or 1 GiB on a CPU, but at most `rollout.slots` if that is set.
     """
     layout = served.experiment.layout
     positions = layout.model.rope.max_position_embeddings
@@ -125,11 +127,10 @@ def _give_up() -> None:
     print("error: the server did not close in time; its process ends here", file=sys.stderr)
 
 
-def make_policy_server(served: Policy, *, temperature: float, weights_from: str | None, **options: Any) -> Server:
-    """The running server of `served`, whose config must name the driver "orchestrator".
-
-    Requests that name no temperature have `temperature`. HTTP clients may have weights loaded from folders inside
-    `weights_from`; None: they may not. `options` are further arguments of `Server`.
+def _make_policy_server(served: Policy, *, temperature: float, weights_from: str | None, **options: Any) -> Server:
+    """The running server of `served`, whose config must name the driver "orchestrator". Requests that name no
+    temperature have `temperature`. HTTP clients may have weights loaded from folders inside `weights_from`; None: they
+    may not. `options` are further arguments of `Server`.
     """
     experiment = served.experiment
     with experiment.layout.activate():

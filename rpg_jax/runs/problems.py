@@ -29,11 +29,11 @@ def _shown(problems: Sequence[data.Problem]) -> list[tuple[data.Problem, Demonst
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Problems by split.
+    """The problems of a run by split, and what supervised training and a new tokenizer learn from.
 
     Attributes:
-      train: problems to learn from.
-      held_out: problems to evaluate on, by the name of their set.
+      train: problems to learn from; [] if they are not loaded.
+      held_out: problems to evaluate on, by the name of their set; {} if they are not loaded.
       texts: texts to train a tokenizer on. They have every character of the prompts and answers.
       notes: lines on sets that are cut and on training problems that are left out.
       examples: makes (problem, demonstration) pairs for supervised training; by default of `demonstrations`.
@@ -49,14 +49,14 @@ class Task:
 
     @property
     def to_imitate(self) -> Sequence[data.Problem]:
-        """The problems that supervised training learns from."""
+        """The problems that supervised training learns from: `demonstrated`, or `train` if that is None."""
         return self.train if self.demonstrated is None else self.demonstrated
 
     @classmethod
     def from_config(cls, config: ConfigDict, *, train: bool = True, held_out: bool = True) -> Task:
-        """The task that `task.name` names. Without `train` or `held_out`, the files of these problems are not read.
-
-        Raises ValueError for an unknown name, missing sources, bad rows in them, and a set without problems.
+        """The task that `task.name` names: "files", a generated task, or a class "module:Class", which is imported.
+        Without `train` or `held_out`, the files of these problems are not read; other tasks make all. Raises ValueError
+        for an unknown name, a missing source, a bad row, an empty set, or no demonstration in `warm_start.train`.
         """
         name = config.task.name
         if name == "files":
@@ -70,9 +70,8 @@ class Task:
         return dataclasses.replace(task, texts=[*task.texts, *_texts(own)], examples=_shown, demonstrated=own)
 
     def with_answers(self, config: ConfigDict) -> Task:
-        """The task without problems that have a demonstration and no answer, where the rewards need answers.
-
-        Raises ValueError if a split has problems and none of them has an answer.
+        """A copy without problems that have no answer, if the config's rewards need answers; else the task itself.
+        `notes` count the problems that each split has lost. Raises ValueError if a split has problems and no answers.
         """
         if not rewards.needs_answers(reward_arguments(config)[0]):
             return self
@@ -93,7 +92,9 @@ class Task:
         return dataclasses.replace(self, train=answered("train", self.train), held_out=held_out, notes=notes)
 
     def opened(self, stage: Stage) -> Task:
-        """The task whose problems have the messages that `stage` opens with. Raises ValueError if `stage` fails."""
+        """A copy whose problems begin with the messages that the environment of `stage` opens with, which `texts` get
+        too. Blocks until the environment has opened all. Raises ValueError if it fails on a problem.
+        """
         train, shown = stage.opened(self.train), self.demonstrated
         held_out = {name: stage.opened(problems) for name, problems in self.held_out.items()}
         shown = shown and stage.opened(shown)
@@ -102,9 +103,8 @@ class Task:
         return dataclasses.replace(self, train=train, held_out=held_out, texts=texts, demonstrated=shown)
 
     def encoded(self, tokenizer: data.Tokenizer, config: ConfigDict) -> tuple[Task, list[str]]:
-        """(the task without problems whose prompts are too long; its notes, with a line on each split that lost some).
-
-        Raises ValueError if no prompt of a split fits.
+        """(a copy without prompts of more than `task.max_prompt_tokens` tokens, `notes` and a line on each split that
+        had some). With `task.too_long` "truncate" they stay. Raises ValueError if a split keeps no problem.
         """
         notes = [*self.notes]
 
@@ -136,12 +136,7 @@ class Task:
 
 def _arithmetic(config: ConfigDict) -> Task:
     t = config.task
-    task = data.Arithmetic(
-        operators=t.operations,
-        digits=t.digits,
-        reverse=t.reverse,
-        held_out=t.held_out,
-    )
+    task = data.Arithmetic(operators=t.operations, digits=t.digits, reverse=t.reverse, held_out=t.held_out)
     held_out = task.problems("held_out")
     sets = {name: [p for p in held_out if task.belongs(p, name)] for name in _held_out_sets(config)}
     if empty := [name for name, problems in sets.items() if not problems]:
@@ -184,10 +179,7 @@ def _own(config: ConfigDict) -> Task:
     return Task(task.problems("train", config.task.generated), sets, task.texts(), notes, examples)
 
 
-GENERATED: Mapping[str, Callable[[ConfigDict], Task]] = {
-    "arithmetic": _arithmetic,
-    "chains": _chains,
-}
+GENERATED: Mapping[str, Callable[[ConfigDict], Task]] = {"arithmetic": _arithmetic, "chains": _chains}
 """The functions that make a generated task, by `task.name`."""
 
 
@@ -206,7 +198,7 @@ def _held_out_sets(config: ConfigDict) -> list[str]:
 
 
 def cut(sets: Mapping[str, Sequence[data.Problem]], count: int) -> tuple[dict[str, list[data.Problem]], list[str]]:
-    """The first `count` problems of each set, and a line on each set that has more."""
+    """(the first `count` problems of each set, a line on each set that has more, with the field that takes all)."""
     notes = [
         f"{name}: the first {count} of {len(problems)} problems; evaluation.problems={len(problems)} takes all"
         for name, problems in sets.items()
@@ -216,7 +208,7 @@ def cut(sets: Mapping[str, Sequence[data.Problem]], count: int) -> tuple[dict[st
 
 
 def listed(text: str) -> list[str]:
-    """The parts of a text between commas."""
+    """The parts of a text between commas, without blanks around them and without empty parts."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 

@@ -27,7 +27,8 @@ from rpg_jax.types import Batch, Completion
 
 @dataclasses.dataclass(frozen=True)
 class Rehearsal:
-    """Kept prompts with one completion each, of which an update takes `count`; `coef` is λ, in nats per token.
+    """Kept prompts with one completion each, of which an update takes `count`; `coef` is λ, in nats per token. `pack`
+    makes micro-batches, and `seed` decides the order.
 
     Update u takes the entries u · count … (u + 1) · count − 1 of a sequence of permutations. So a run that continues
     sees what it would have seen. The weight of a token is λ / (count · mean length of all kept completions). With it
@@ -51,7 +52,9 @@ class Rehearsal:
 
 
 def open_rehearsal(e: Experiment) -> Rehearsal | None:
-    """The rehearsal of a config, or None. Raises ValueError if `rehearsal.path` has no samples of the run's rollout."""
+    """The rehearsal of a config; None if `rehearsal.path` is unset. A line on the screen counts the completions. Raises
+    ValueError if the folder has no completions of an evaluation that sampled as the run does, or if none is kept.
+    """
     if not e.config.rehearsal.path:
         return None
     c, folder = e.config, storage.local(e.config.rehearsal.path)
@@ -67,7 +70,9 @@ def open_rehearsal(e: Experiment) -> Rehearsal | None:
 
 
 def check_settings(e: Experiment, settings: Mapping[str, Any]) -> None:
-    """Raises ValueError if an evaluation has sampled from another distribution than the rollout of the run."""
+    """Raises ValueError unless an evaluation, with the `settings` of its settings.json, sampled with the temperature,
+    thinking and tokenizer of the run's rollout and without truncation. The message names what differs.
+    """
     wanted = {"temperature": e.config.rollout.temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     wanted |= {"thinking": e.config.task.thinking, "tokenizer": e.tokenizer.digest()[:16]}
     if other := [f"{name}={settings.get(name)}, not {x}" for name, x in wanted.items() if settings.get(name) != x]:
@@ -75,10 +80,11 @@ def check_settings(e: Experiment, settings: Mapping[str, Any]) -> None:
 
 
 def kept(e: Experiment, rows: Sequence[Mapping[str, Any]]) -> list[data.Example]:
-    """The completions of the problems that an evaluation has solved each time.
+    """The completions of the problems that an evaluation has solved each time, each with its prompt. `rows` are the
+    lines of its completions.jsonl, in which the completions of a problem stand together.
 
     Left out are problems that the run evaluates, prompts that it would cut, completions that a limit has cut, and
-    completions whose text has other tokens than were sampled.
+    completions whose text has other tokens than were sampled. Raises ValueError for a row without a digest of them.
     """
     c, found = e.config, []
     held_out = {(problem.system, problem.prompt) for own in e.task.held_out.values() for problem in own}
@@ -94,8 +100,7 @@ def kept(e: Experiment, rows: Sequence[Mapping[str, Any]]) -> list[data.Example]
 
 
 def sampled(row: Mapping[str, Any], tokenizer: data.Tokenizer) -> list[Completion]:
-    """The completion of a row, with its own stop token; [] if its text has other tokens than were sampled.
-
+    """The completion of a row, with its own stop token, in a list; [] if its text has other tokens than were sampled.
     Raises ValueError for a row without a digest of the tokens.
     """
     if "digest" not in row:

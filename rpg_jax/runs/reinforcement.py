@@ -1,4 +1,4 @@
-"""Reinforcement learning: makes the parts of a step from an experiment, and trains with them."""
+"""Reinforcement learning from a config: makes the parts of a step from an experiment, and trains with them."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from rpg_jax.runs.learner import (
     no_params,
     offloaded,
     open_base,
+    open_teacher,
     reference_rule,
 )
 from rpg_jax.runs.logs import RunLog
@@ -43,7 +44,6 @@ from rpg_jax.runs.rehearsal import open_rehearsal
 from rpg_jax.runs.resolve import check_sampling, lags, loss_arguments, resolve, reward_arguments
 from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
 from rpg_jax.runs.session import CompilationCounter, OnStep, Session, host_metrics
-from rpg_jax.runs.teacher import open_teacher
 from rpg_jax.runs.warm_start import drawn_base, warm_started
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.training.ahead import AheadCollector
@@ -59,18 +59,26 @@ from rpg_jax.training.state import TrainState
 def start(
     config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS, on_step: OnStep | None = None
 ) -> int:
-    """Joins the other processes of the run, resolves its config, and runs it as `run` does."""
+    """Joins the other processes of the run, resolves `config`, and trains to the last step; a checkpoint is continued.
+
+    Returns 0, or 128 plus the number of the signal that stopped the run. `functions` are a Python program's rewards,
+    environment, loss and advantage by their names in the config. `on_step` receives the record of each step. Raises
+    ValueError before the run is open, if the config does not fit, and `cli.Ended` if the open run cannot go on.
+    """
     processes.join(config)
     return run(resolve(config), functions, on_step)
 
 
 def run(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS, on_step: OnStep | None = None) -> int:
-    """Runs or resumes the training run of a resolved config to its last step; returns the exit code.
+    """Trains a resolved config to the last step, from the last checkpoint if the folder of the run has one.
+
+    Returns 0, or 128 plus the number of the signal that stopped the run after it saved.
 
     Args:
-      functions: rewards, an environment, a loss and an advantage that a Python program handed over, by their
-        names in the config.
-      on_step: receives the record of each step.
+      functions: a Python program's rewards, environment, loss and advantage, by their names in the config.
+      on_step: receives the record of each step once the step is evaluated, if that is due, and its line is written.
+
+    Raises ValueError if config, folder or data do not fit, and `cli.Ended` if the open run cannot go on.
     """
     check_sampling(config)
     check_rows(config)
@@ -93,12 +101,15 @@ def make_trainer(
     checkpointing: Checkpointing,
     log: RunLog,
     closing: contextlib.ExitStack,
-) -> tuple[ReinforcementTrainer, Any]:
-    """The trainer of a run, and the weights that the run begins with; zeros in their place if the run is resumed."""
+) -> tuple[_ReinforcementTrainer, Any]:
+    """Returns (the trainer of a run, the weights before its first step; zeros if a checkpoint has weights for the run).
+    A new run loads or draws its weights here, and may train its warm start; inputs.json gets their checksum. `closing`
+    ends the rollout, the scorer, the collector and a teacher's threads. Raises ValueError if a part refuses the config.
+    """
     del log  # the session writes the groups of a step
     config, compilations, parent = experiment.config, CompilationCounter(), checkpointing.parent
     new, needs_weights = checkpointing.is_new, checkpointing.needs_weights
-    guard, learner = make_guard(config), make_learner(experiment.layout)
+    guard, learner = _make_guard(config), make_learner(experiment.layout)
     scorer = closing.enter_context(make_scorer(config, experiment.handed, begins=new))
     draw = functools.partial(drawn_base, experiment, scorer, folder.files)
     base = open_base(experiment.layout, folder, draw, begins=new, parent=parent)
@@ -111,8 +122,8 @@ def make_trainer(
     if needs_weights:
         note_start(folder.files, weights_checksum(params if base is None else base.weights))
     journal = checkpointing.group_journal(experiment.layout)
-    reference = make_reference(experiment, folder, closing)
-    algorithm = make_algorithm(experiment, learner, own, scorer, reference, folder, base, journal)
+    reference = _make_reference(experiment, folder, closing)
+    algorithm = _make_algorithm(experiment, learner, own, scorer, reference, folder, base, journal)
     algorithm = dataclasses.replace(algorithm, fault=guard.fault)
     closing.callback(algorithm.collector.close)
     if parent is not None:
@@ -126,11 +137,11 @@ def make_trainer(
         make_drift(experiment, algorithm, folder, parent.step if parent else 0) if config.evaluation.drift else None,
     )
     last = config.train.steps
-    return ReinforcementTrainer(algorithm, learner, guard, last, held_out, checkpointing, compilations), params
+    return _ReinforcementTrainer(algorithm, learner, guard, last, held_out, checkpointing, compilations), params
 
 
 @dataclasses.dataclass(frozen=True)
-class ReinforcementTrainer:
+class _ReinforcementTrainer:
     """Trains by reinforcement learning; see `session.Trainer`."""
 
     algorithm: Algorithm
@@ -161,7 +172,6 @@ class ReinforcementTrainer:
         return self.held_out.evaluate(number, state, self.algorithm.collector)
 
     def record(self) -> dict[str, Any]:
-        """The position of the problems and the groups that are carried over."""
         return self.algorithm.collector.record()
 
     def restore(self, record: Mapping[str, Any]) -> None:
@@ -177,7 +187,7 @@ class ReinforcementTrainer:
         return counted | self.held_out.rollout.take_counts() | host_metrics()
 
 
-def make_guard(config: ConfigDict) -> Guard:
+def _make_guard(config: ConfigDict) -> Guard:
     """The guard of the run, by the coarser dtype of sampler and trainer."""
     r = config.rollout
     usual, most = SAMPLER_GAPS["bfloat16" if r.int8 or r.int8_kv else config.model.compute_dtype]
@@ -186,7 +196,7 @@ def make_guard(config: ConfigDict) -> Guard:
     return Guard(most, usual, limit=r.max_tokens, needs_rewards=not config.reference.path)
 
 
-def make_algorithm(
+def _make_algorithm(
     experiment: Experiment,
     learner: Learner,
     own: rollout.Rollout,
@@ -214,7 +224,7 @@ def make_algorithm(
         how = {"every": c.log.rollouts_every, "parts": weights}
         files = RolloutFiles(folder.files, experiment.tokenizer, programs.logprobs, numbers, **how)
     return Algorithm(
-        collector=make_collector(experiment, own, scorer, journal),
+        collector=_make_collector(experiment, own, scorer, journal),
         pack=pack,
         advantages=None
         if learner.critic
@@ -236,10 +246,9 @@ def make_algorithm(
 
 
 def make_training_rollout(experiment: Experiment, params: Any, base: models.Base | None = None) -> rollout.Rollout:
-    """The rollout of the config's driver: in this process, or by servers.
-
-    If there is a `base`, `params` are its adapters. Raises ValueError if the fields of servers contradict each other,
-    or experts cannot be replayed.
+    """The rollout of `rollout.driver`: in this process, or by servers, which need not run yet. `params` are all
+    weights, or the adapters of the frozen `base`. Raises ValueError if the fields of servers contradict each other, or
+    if `model.replay_experts` is True and the experts of all tokens cannot be known.
     """
     c = experiment.config
     remote = rollout.find_driver(c.rollout.driver).remote
@@ -258,7 +267,9 @@ def make_training_rollout(experiment: Experiment, params: Any, base: models.Base
 
 
 def check_rows(config: ConfigDict) -> None:
-    """Raises ValueError if a packed row can be too short for a prompt with its completion, which ends a run later."""
+    """Raises ValueError if `train.packed_length` is less than `task.max_prompt_tokens` + `rollout.max_tokens`: a long
+    prompt and completion would end the run later.
+    """
     length, longest = config.train.packed_length, config.task.max_prompt_tokens + config.rollout.max_tokens
     if length is not None and length < longest:
         raise ValueError(
@@ -268,10 +279,9 @@ def check_rows(config: ConfigDict) -> None:
 
 
 def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Folder, start: int) -> Drift:
-    """Measures the distance of the policy to the policy after step `start`, with which the run begins.
-
-    Raises:
-      ValueError: evaluations do not sample from the distribution whose log-probabilities the trainer computes.
+    """A measure of how far the policy moves from the policy after step `start`, with which the run begins (0: a new
+    run). The folder of the run keeps the initial policy's trained arrays in `initial`. Raises ValueError if
+    `evaluation.temperature` is not `rollout.temperature`, at which log-probabilities are computed.
     """
     c = experiment.config
     if c.evaluation.temperature != c.rollout.temperature:
@@ -283,15 +293,11 @@ def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Fol
     return Drift(snapshots, like, algorithm.pack, algorithm.programs.logprobs, start)
 
 
-def make_collector(
-    experiment: Experiment,
-    own: rollout.Rollout,
-    scorer: rewards.Scorer,
-    journal: rollout.GroupJournal | None,
+def _make_collector(
+    experiment: Experiment, own: rollout.Rollout, scorer: rewards.Scorer, journal: rollout.GroupJournal | None
 ) -> Collector:
-    """The collector of a step's groups. It samples between updates or ahead of them, whole completions or parts.
-
-    Raises ValueError if sampling ahead is impossible here.
+    """The collector of a step's groups. It samples between updates or ahead of them, whole completions or parts. Raises
+    ValueError if sampling ahead is impossible here.
     """
     c, dynamic = experiment.config, experiment.config.dynamic_sampling
     stream = data.PromptStream(experiment.task.train, seed=c.seed)
@@ -325,7 +331,7 @@ def make_collector(
     )
 
 
-def make_reference(experiment: Experiment, folder: storage.Folder, closing: contextlib.ExitStack) -> Reference:
+def _make_reference(experiment: Experiment, folder: storage.Folder, closing: contextlib.ExitStack) -> Reference:
     """The config's reference policy: policies of the run, with their snapshots in its folder, or a teacher."""
     c, layout, offload = experiment.config, experiment.layout, "reference" in offloaded(experiment.config)
     memory: Literal["disk", "device", "host"] = "host" if offload else "device" if c.reference.resident else "disk"

@@ -29,11 +29,9 @@ _FILE_BYTES = 512 * 2**20  # a process writes several files at once
 
 
 def make_served(experiment: Experiment, params: Any, base: models.Base | None = None) -> ServersRollout:
-    """The rollout that takes completions from servers. The servers need not run yet.
-
-    If there is a `base`, `params` are its adapters, and servers get base and adapters merged.
-
-    Raises ValueError if an address, the key, the folder or another field does not fit.
+    """The rollout that takes completions from the servers of `servers.urls`, which need not run yet. It starts threads,
+    which its `close` ends. `params` are all weights, or the adapters of `base`, and servers get base and adapters
+    merged, in folders of `servers.weights`. Raises ValueError if an address, the key, the folder or a field is wrong.
     """
     config, layout, tokenizer = experiment.config, experiment.layout, experiment.tokenizer
     c, m, kind = config.servers, config.model, KINDS[config.servers.kind]
@@ -64,11 +62,9 @@ def make_served(experiment: Experiment, params: Any, base: models.Base | None = 
 
 
 def make_served_teacher(experiment: Experiment) -> ServedTeacher:
-    """The teacher at the addresses of `reference.path`. Waits until a server answers.
-
-    Raises:
-      ValueError: an address or the key does not fit, the loss needs more than the log-probs of sampled tokens at
-        temperature 1, or the teacher has another tokenizer than the policy.
+    """The teacher at the addresses of `reference.path`, which computes log-probs. Waits until a server answers; `close`
+    ends its threads. Raises ValueError if an address or the key does not fit, the loss needs more than the log-probs of
+    sampled tokens at temperature 1, or the teacher has another tokenizer than the policy.
     """
     config, tokenizer = experiment.config, experiment.tokenizer
     c, client, url = config.servers, _client(config.servers), config.reference.path
@@ -129,10 +125,9 @@ def _check(config: ConfigDict) -> None:
 
 
 def _addresses(text: str, client: Client, *, shared: bool) -> list[str] | Look:
-    """The servers of this process: all servers if processes can share a server, else a part of them.
-
-    If two processes ask one server, each makes the server load weights, which breaks off the completions for the other
-    process. Only a server that names its weights in each answer can serve several processes.
+    """The servers of this process: all servers if processes can share a server, else a part of them. If two processes
+    ask one server, each makes the server load weights, which breaks off the completions for the other process. Only a
+    server that names its weights in each answer can serve several processes.
     """
     found, processes = source(text, client.check), jax.process_count()
     if shared or processes == 1:

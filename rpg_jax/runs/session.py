@@ -39,47 +39,50 @@ OnStep = Callable[[Step], None]
 
 
 class Trainer(Protocol):
-    """How a run trains: by reinforcement learning or by supervised training.
-
-    Attributes:
-      title, unit: names of the run and of a step on the screen.
-      last: the number of the run's last step.
-      learner: the optimizer, and the layout of the state.
-      guard: stops the run because of its metrics.
-      reference: the KL anchor, whose snapshots a checkpoint needs; None without a reference.
-    """
+    """How a run trains: by reinforcement learning or by supervised training."""
 
     @property
-    def title(self) -> str: ...
+    def title(self) -> str:
+        """The name of the run's work on the screen, as "training"."""
+
     @property
-    def unit(self) -> str: ...
+    def unit(self) -> str:
+        """The name of a step on the screen, as "step"."""
+
     @property
-    def last(self) -> int: ...
+    def last(self) -> int:
+        """The number of the run's last step. The first step is 1."""
+
     @property
-    def learner(self) -> Learner: ...
+    def learner(self) -> Learner:
+        """The optimizer, and the layout of the state."""
+
     @property
-    def guard(self) -> Guard: ...
+    def guard(self) -> Guard:
+        """Stops the run because of its metrics, and counts the skipped updates, which a checkpoint keeps."""
+
     @property
-    def reference(self) -> Reference | None: ...
+    def reference(self) -> Reference | None:
+        """The KL anchor, whose snapshots a checkpoint needs; None without a reference."""
 
     def begin(self, state: TrainState) -> None:
-        """Prepares for the steps after `state`."""
+        """Prepares for the steps after `state`, for instance hands its weights to the rollout. Called once."""
 
     def step(self, state: TrainState, number: int) -> Step:
-        """Takes step `number`, from 1, from `state`, which is donated."""
+        """Takes step `number`, from 1; `state` is donated. The returned record has the new state."""
 
     def evaluate(self, state: TrainState, number: int) -> dict[str, float]:
-        """The held-out scores of the weights after step `number`."""
+        """Returns the held-out scores of the weights after step `number`, as metrics by name. `state` stays usable."""
 
     def record(self) -> dict[str, Any]:
-        """The position of the data, JSON-able, as a checkpoint keeps it."""
+        """Returns the position of the data, JSON-able, for a checkpoint. May wait for what moves the position."""
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Moves the data to a checkpoint's position, which the method `record` has returned."""
+        """Moves the data to the position that the method `record` has returned and a checkpoint has kept."""
 
 
 class MakeTrainer(Protocol):
-    """Makes a trainer and its first weights. `closing` ends the threads and processes that the trainer starts."""
+    """(a run's trainer, its first weights). `closing` ends the threads and processes that the trainer starts."""
 
     def __call__(
         self,
@@ -94,6 +97,10 @@ class MakeTrainer(Protocol):
 
 class Session:
     """A run in progress. After each step it logs the step, saves a checkpoint and evaluates if due, and may stop.
+
+    `make_trainer` makes the trainer; the state is new, the parent's, or the newest checkpoint's. `closing` closes files
+    and threads. With `journaled`, the folder keeps groups between checkpoints. `on_step` receives the record of each
+    step. Raises ValueError if an input has changed, or if a checkpoint or the run of `run.start_from` does not fit.
 
     Attributes:
       now: the record of the last finished step; before the first step a record with number 0, or the parent's step.
@@ -136,7 +143,10 @@ class Session:
         self.log.trackers = trackers_of(config, folder.files, after=after) if hosts.is_first() else []
 
     def to_the_end(self) -> int:
-        """Takes steps until the last step, or until a signal asks to stop. Returns the exit code."""
+        """Takes steps until the last step, or until SIGTERM or SIGINT asks to stop, and then saves. Blocks meanwhile.
+        Returns 0, or 128 plus the signal's number if steps or an evaluation are left. At the end it writes curves and
+        summary. Raises `cli.RunLost` if the guard stops the run or a device is out of memory.
+        """
         trainer, stopped = self.trainer, None
         trainer.begin(self.now.state)
         shown = Progress(trainer.last, first=self.now.number, title=trainer.title, unit=trainer.unit)
@@ -157,12 +167,9 @@ class Session:
         return self._finish()
 
     def save(self, owed: Mapping[str, float] | None = None) -> None:
-        """Starts a checkpoint of the present step. The storage writes the checkpoint while the run goes on.
-
-        Args:
-          owed: metrics of this step, which no log has yet because the step is not evaluated. The checkpoint keeps the
-            metrics. The process that evaluates the step, this process or a resumed run, writes the metrics to the log.
-            None: no metrics are owed.
+        """Starts a checkpoint of the present step. The storage writes the checkpoint while the run goes on. `owed` are
+        metrics of this step, which no log has yet because the step is not evaluated; None: there are none. The
+        checkpoint keeps the metrics. The process that evaluates the step, this or a resumed one, logs them.
         """
         beat(f"the checkpoint of {self.trainer.unit} {self.now.number}")
         record = {
@@ -272,7 +279,7 @@ def _in_words(values: Mapping[str, float]) -> str:
 
 
 class CompilationCounter:
-    """Counts the programs that this process compiles, or fetches from the compilation cache, from now on."""
+    """Counts the programs that this process compiles, or fetches from the compilation cache, after it was made."""
 
     def __init__(self) -> None:
         self._programs: list[str] = []
@@ -285,7 +292,7 @@ class CompilationCounter:
             self._seconds += duration_secs
 
     def take(self) -> tuple[list[str], float]:
-        """(names of the programs, seconds) since the last call."""
+        """(names of the programs in their order, seconds in all) since the last call, or since the counter was made."""
         taken = self._programs, self._seconds
         self._programs, self._seconds = [], 0.0
         return taken
@@ -303,10 +310,9 @@ def chosen_steps(text: str | None) -> range:
 
 @contextlib.contextmanager
 def watched(step: int, traced: range, folder: Path) -> Iterator[None]:
-    """Traces a step of `traced` into `folder`/profile, for TensorBoard or Perfetto.
-
-    Raises:
-      RunLost: the devices ran out of memory. `folder`/memory.prof says what filled them; the message says what helps.
+    """A context for step number `step`. If `traced` has the number, JAX writes a trace of the block into
+    `folder`/profile, for TensorBoard or Perfetto. Raises `cli.RunLost` if the devices ran out of memory. Then
+    `folder`/memory.prof says what filled them.
     """
     trace = jax.profiler.trace(str(folder / "profile")) if step in traced else contextlib.nullcontext()
     try:
@@ -325,7 +331,7 @@ def watched(step: int, traced: range, folder: Path) -> Iterator[None]:
 
 
 def host_metrics() -> dict[str, float]:
-    """This process's resident memory in MiB and its open file descriptors; {} if the system does not say."""
+    """The process's "host/rss_mib", resident memory in MiB, and "host/open_files"; {} if the system does not say."""
     status, descriptors = Path("/proc/self/status"), Path("/proc/self/fd")
     if not status.exists():
         return {}

@@ -46,9 +46,9 @@ NO_BASELINE = "leave_one_out"  # an advantage without a learned baseline
 
 
 def run(config: ConfigDict) -> int:
-    """Runs or resumes supervised training by a `supervised_config` to its last update; returns the exit code.
-
-    Raises ValueError if the config has adapters: all weights are trained here.
+    """Runs or resumes supervised training by a `supervised_config` to its last update. Returns 0, or 128 plus the
+    number of the signal that stopped it after it saved. Raises ValueError if the config has adapters (all weights are
+    trained here) or does not fit, and `cli.Ended` if the open run cannot go on.
     """
     if config.model.lora.rank:
         raise ValueError(
@@ -73,20 +73,23 @@ def make_trainer(
     checkpointing: Checkpointing,
     log: RunLog,
     closing: contextlib.ExitStack,
-) -> tuple[SupervisedTrainer, Any]:
-    """The trainer of a run and its first weights: random or loaded weights, or zeros for a run that resumes."""
+) -> tuple[_SupervisedTrainer, Any]:
+    """(the trainer of a run, its first weights: random, loaded, or zeros for a run that resumes). Counts the updates,
+    and says on stderr how many demonstrations are cut. `closing` ends the rollout and the scorer of evaluations. Raises
+    ValueError if there is no demonstration.
+    """
     tell_cuts(experiment)
     guard = Guard(math.inf, remedy="lower warm_start.learning_rate")
     batches = Demonstrations(experiment, experiment.config.warm_start.epochs)
     last = Demonstrations(experiment, experiment.config.warm_start.epochs).count()
     learner, programs = supervised_learner(experiment, last)
     params = (init_params if checkpointing.is_new else no_params)(experiment.layout)
-    accuracy = Accuracy(experiment, params, closing)
-    return SupervisedTrainer(experiment, learner, programs, batches, guard, last, accuracy, log), params
+    accuracy = _Accuracy(experiment, params, closing)
+    return _SupervisedTrainer(experiment, learner, programs, batches, guard, last, accuracy, log), params
 
 
 @dataclasses.dataclass(frozen=True)
-class SupervisedTrainer:
+class _SupervisedTrainer:
     """Trains on demonstrations; see `session.Trainer`. `accuracy` scores held-out problems that have an answer."""
 
     experiment: Experiment
@@ -95,7 +98,7 @@ class SupervisedTrainer:
     batches: Demonstrations
     guard: Guard
     last: int
-    accuracy: Accuracy
+    accuracy: _Accuracy
     log: RunLog
     reference: None = None
     title: str = "sft"
@@ -105,7 +108,6 @@ class SupervisedTrainer:
         """Does nothing. No step samples, and an evaluation itself hands the weights to the rollout."""
 
     def step(self, state: TrainState, number: int) -> Step:
-        """One update from the next batch."""
         began = time.perf_counter()
         rate = float(self.learner.optimizer.learning_rate(int(state.updates)))
         state, metrics = self.programs.update(state, next(self.batches))
@@ -122,7 +124,7 @@ class SupervisedTrainer:
         found: dict[str, float] = {}
         for name, problems in self.experiment.task.held_out.items():
             beat(f"the evaluation of {name} after update {number}")
-            loss = held_out_loss(self.experiment, self.programs, state.params, problems)
+            loss = _held_out_loss(self.experiment, self.programs, state.params, problems)
             found |= {} if loss is None else {f"held_out_nll/{name}": loss}
         mean = {"held_out_nll": float(np.mean([*found.values()]))} if found else {}
         self.log.drop_samples(number)  # an evaluation that a kill ended may have left completions
@@ -135,7 +137,7 @@ class SupervisedTrainer:
         self.batches.restore(record["supervised"])
 
 
-class Accuracy:
+class _Accuracy:
     """Scores completions of the held-out problems that have an answer. If none has an answer, there is no score."""
 
     def __init__(self, e: Experiment, params: Any, closing: contextlib.ExitStack):
@@ -161,7 +163,9 @@ class Accuracy:
 
 
 def supervised_config(config: ConfigDict) -> ConfigDict:
-    """A copy of the config for supervised training: AdamW and the limit of `warm_start`, and no learned baseline."""
+    """A changed, locked copy of the config for supervised training: AdamW with the rate of `warm_start`, which may also
+    limit completions by its `max_tokens`, and no learned baseline.
+    """
     own = config.copy_and_resolve_references()
     c = own.warm_start
     with own.unlocked():
@@ -181,9 +185,8 @@ def supervised_config(config: ConfigDict) -> ConfigDict:
 
 
 def supervised_learner(e: Experiment, updates: int | None = None) -> tuple[Learner, Programs]:
-    """The learner of a supervised config, and the programs that minimise the mean negative log-likelihood.
-
-    A falling learning rate ends at update `updates`. Raises ValueError if the rate falls and `updates` is None.
+    """(the learner of a `supervised_config`, programs that minimise the mean negative log-likelihood of
+    demonstrations). A falling learning rate ends at update `updates`; it raises ValueError if `updates` is None.
     """
     schedule = e.config.warm_start.schedule
     if schedule != "constant" and updates is None:
@@ -194,10 +197,10 @@ def supervised_learner(e: Experiment, updates: int | None = None) -> tuple[Learn
 
 
 def tell_cuts(e: Experiment) -> None:
-    """Says on stderr how many demonstrations lose their end, because they are longer than the limit."""
+    """Says on stderr how many demonstrations lose their end, as they have more than `rollout.max_tokens` tokens."""
     limit, observations = e.config.rollout.max_tokens, Observations(e.tokenizer, thinking=e.config.task.thinking)
     lengths = [
-        len(imitated(shown, e.tokenizer, observations).tokens) for _, shown in e.task.examples(e.task.to_imitate)
+        len(_imitated(shown, e.tokenizer, observations).tokens) for _, shown in e.task.examples(e.task.to_imitate)
     ]
     longer = sum(length > limit for length in lengths)
     if longer and hosts.is_first():
@@ -206,22 +209,22 @@ def tell_cuts(e: Experiment) -> None:
 
 
 def examples_of(e: Experiment, problems: Sequence[data.Problem]) -> list[data.Example]:
-    """The demonstrations of problems as tokens: the prompt as the policy sees it, and the completion to imitate."""
+    """The demonstrations of problems as tokens: the prompt as the policy sees it, without its beginning if it is too
+    long, and the completion to imitate, cut to `rollout.max_tokens`.
+    """
     c, found = e.config, []
     observations = Observations(e.tokenizer, thinking=c.task.thinking)
     for problem, shown in e.task.examples(problems):
         prompt = data.encode_prompt(problem, e.tokenizer, thinking=c.task.thinking)[-c.task.max_prompt_tokens :]
-        found.append(data.Example(prompt, [imitated(shown, e.tokenizer, observations, c.rollout.max_tokens)]))
+        found.append(data.Example(prompt, [_imitated(shown, e.tokenizer, observations, c.rollout.max_tokens)]))
     return found
 
 
-def imitated(
+def _imitated(
     shown: Demonstration, tokenizer: data.Tokenizer, observations: Observations, max_tokens: int | None = None
 ) -> Completion:
-    """Turns a demonstration into a completion, cut to `max_tokens` tokens.
-
-    Each turn of the policy ends with a stop token, so that the policy learns to stop. The policy reads the messages of
-    an environment, and the loss leaves them out.
+    """Turns a demonstration into a completion, cut to `max_tokens` tokens. Each turn of the policy ends with a stop
+    token, so that the policy learns to stop. The policy reads the messages of an environment, and the loss omits them.
     """
     messages = [{"role": "assistant", "content": shown}] if isinstance(shown, str) else shown
     tokens: list[int] = []
@@ -238,16 +241,16 @@ def imitated(
 
 
 def packed(e: Experiment, examples: Sequence[data.Example], shape: data.RowShape) -> list[Batch]:
-    """Examples as micro-batches on the devices."""
+    """Examples as micro-batches of `shape` on the devices, the last one filled up with empty rows."""
     return data.pack(examples, shape, pad_id=e.tokenizer.pad_id, sharding=e.layout.row_sharding).batches
 
 
 class Demonstrations:
-    """Batches of demonstrations: endless, or for some passes over them. A batch is a list of micro-batches.
+    """Iterates over batches of demonstrations: endless, or for `epochs` passes. A batch is the micro-batches of one
+    update, with `warm_start.batch_size` rows or a few more. `epoch` is the number of passes that are drawn, a fraction.
 
     With `train.packed_length` a row holds as many demonstrations as fit, and rows are filled from several batches.
-
-    Raises ValueError if the task has no demonstrations.
+    Otherwise a row holds one. Raises ValueError if the task has no demonstrations.
     """
 
     def __init__(self, e: Experiment, epochs: int | None = None):
@@ -294,17 +297,17 @@ class Demonstrations:
         return problems
 
     def count(self) -> int:
-        """The number of updates from here to the end of the last pass. The batches are used up."""
+        """The number of updates from here to the end of the last pass. The batches are used up. Needs `epochs`."""
         each = self._shape.rows * self._together
         batches = (examples_of(self._e, problems) for problems in iter(self._next_problems, []))
         return sum(-(-data.rows_needed(examples, self._shape) // each) for examples in batches)
 
     def state(self) -> dict[str, Any]:
-        """The position in the demonstrations as a JSON-able dict."""
+        """The position after the batches that were taken, as a JSON-able dict."""
         return {"drawn": self._begun[0], "stream": self._begun[1], "used": self._used}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken. Raises ValueError if `state` belongs to other problems."""
+        """Continues where `state` was taken. Raises ValueError if `state` belongs to other problems or another seed."""
         self._stream.restore(state["stream"])
         self._drawn, self._pool = state["drawn"], iter(())
         for _ in range(state["used"]):
@@ -312,12 +315,11 @@ class Demonstrations:
 
 
 def several(
-    state: TrainState,
-    update: Callable[[TrainState, Any], tuple[TrainState, Any]],
-    batches: Iterator[Any],
-    count: int,
+    state: TrainState, update: Callable[[TrainState, Any], tuple[TrainState, Any]], batches: Iterator[Any], count: int
 ) -> tuple[TrainState, list[Any]]:
-    """`count` updates, each from the next batch: the state, which is donated, and the metrics of each update."""
+    """Makes `count` updates, each from the next of `batches`: (the last state, the metrics of each update). `state` is
+    donated. Raises StopIteration if there are too few batches.
+    """
     found = []
     for _ in range(count):
         state, metrics = update(state, next(batches))
@@ -325,7 +327,7 @@ def several(
     return state, found
 
 
-def held_out_loss(e: Experiment, programs: Programs, params: Any, problems: Sequence[data.Problem]) -> float | None:
+def _held_out_loss(e: Experiment, programs: Programs, params: Any, problems: Sequence[data.Problem]) -> float | None:
     """The mean negative log-likelihood of the demonstrations, nats per token; None if there are no demonstrations."""
     examples = examples_of(e, problems)
     if not examples:

@@ -45,20 +45,19 @@ class Result:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, one dict per step. Step 0 has the metrics before training."""
+        """The lines of metrics.jsonl, read anew each time: one dict per step, in order. Step 0 is before training."""
         with run_folder.opened(self.folder) as folder:
             return read_metrics(folder.files)
 
     @functools.cached_property
     def policy(self) -> Policy:
-        """The policy of the last checkpoint, opened at the first use."""
+        """The policy of the last checkpoint, opened at the first use. Raises ValueError if there is no checkpoint."""
         return Policy.from_run(self.folder)
 
     @property
     def params(self) -> Any:
         """The weights of `policy`: a nested dict of arrays in `model.param_dtype`, layers stacked on the first axis.
-
-        Adapters are added to their base.
+        Adapters are added to their base, in `model.compute_dtype`.
         """
         return self.policy.params
 
@@ -81,18 +80,19 @@ def train(
     `train(model="HuggingFaceTB/SmolLM2-135M-Instruct", data=rows, reward=function)` is enough. `runs.fitting` then
     chooses the other fields from the model, the rows and the device, and prints each choice with its field.
 
-    It does what `python -m rpg_jax.train` does with the same config, prints the same, and leaves the same folder. The
-    first SIGINT or SIGTERM saves and returns; a second one ends the process.
+    It does what `python -m rpg_jax.train` does with the same config, prints the same, and leaves the same folder. It
+    returns after the last step, with the run's folder, metrics and policy. The first SIGINT or SIGTERM saves and
+    returns; a second one ends the process.
 
     Args:
       config: the name of a shipped config, a file (with its variant, as "configs/x.py:tiny"), or a `ConfigDict` with
         all fields. None: the fields fit the model, which `model` names.
-      model: the weights to begin with, as `model.path` takes them: a folder, OWNER/NAME on the hub, FILE.gguf.
+      model: the weights to begin with: a folder, OWNER/NAME on the hub, FILE.gguf. None: the config's `model.path`.
       data: problems to train on, a list, an iterator, a Hugging Face data set, or the path of a JSONL or parquet file:
-        dicts as docs/extending.md describes the rows of a file, with a question and, unless the reward does without, an
-        answer. They are kept in `run.dir`/rows. None: the config's task.
-      held_out: problems to evaluate on, or several sets of them by name. None: a tenth of `data`, and at most
-        `evaluation.problems` rows. Training then leaves these rows out.
+        dicts with "question" and, unless the reward does without, "answer" (docs/extending.md has more keys). They are
+        kept in `run.dir`/rows. None: the config's task.
+      held_out: problems to evaluate on, or several sets of them by name; needs `data`. None: a tenth of `data`, and at
+        most `evaluation.problems` rows. Training then leaves these rows out.
       reward: a function, "FILE.py:function", a part of `rewards.parts`, or weights by function or part. The reward is
         not shaped, unless `overrides` names a method or sets `rewards.overlong_shaping`. A function is called in this
         process as function(completion, answer, prompt), or as function(completion, answer) if it takes two, with
@@ -144,7 +144,10 @@ def prepared(
     data: Any,
     **given: Any,
 ) -> tuple[ConfigDict, dict[str, Any]]:
-    """The config of a call, with a run's name, and the functions that the call handed over. Raises as `train` does."""
+    """The config of a call of `train`, with a run's name, and the functions that the call handed over, by their names
+    in the config. `given` has held_out, reward, environment, loss and advantage. Writes rows to `run.dir`/rows,
+    declares a loss and an advantage, and prints the fields that it chose. Raises ValueError if an argument is wrong.
+    """
     fits, held_out = config is None, given.pop("held_out")
     if model is not None:
         _refuse(overrides, "model", "model.path")
@@ -265,12 +268,9 @@ def _refuse(overrides: Mapping[str, Any], argument: str, *fields: str) -> None:
 
 
 def write_rows(rows: Sequence[Mapping[str, Any]], run_dir: str) -> str:
-    """Writes rows to `run_dir`/rows/DIGEST.jsonl and returns the path; equal rows are one file.
-
-    Where `run_dir` is in a bucket, the file is in runs/rows here: every host of a run reads its own.
-
-    Raises:
-      ValueError: `run_dir` has a comma, or a row is no dict of JSON values. The message has the number of the row.
+    """Writes rows to `run_dir`/rows/DIGEST.jsonl, one JSON object a line, and returns the path; equal rows are one
+    file. Where `run_dir` is in a bucket, the file is in runs/rows here: every host of a run reads its own. Raises
+    ValueError if `run_dir` has a comma, or a row is no dict of JSON values; the message has the number of the row.
     """
     content = "".join(_json_line(number, row) + "\n" for number, row in enumerate(rows)).encode()
     folder = Path("runs" if storage.in_bucket(run_dir) else run_dir) / _FOLDER
@@ -284,9 +284,8 @@ def write_rows(rows: Sequence[Mapping[str, Any]], run_dir: str) -> str:
 
 
 def listed_rows(rows: Rows, name: str) -> list[Mapping[str, Any]]:
-    """The rows of a list, an iterator, a data set or a file.
-
-    Raises ValueError if there are no rows, if there are splits in place of rows, or if a file cannot be read.
+    """The rows of a list, an iterator, a data set or a JSONL or parquet file, in a list. Raises ValueError, in which
+    `name` is the argument, if there are no rows, if there are splits in place of rows, or if a file cannot be read.
     """
     if isinstance(rows, str | PathLike):
         if not Path(rows).exists():
@@ -305,9 +304,8 @@ def listed_rows(rows: Rows, name: str) -> list[Mapping[str, Any]]:
 
 
 def split_rows(rows: Sequence[Mapping[str, Any]], most: int) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """(rows to train on, rows to evaluate on). A tenth is for evaluation, spread evenly, at least 1 and at most `most`.
-
-    Raises ValueError for a single row.
+    """(rows to train on, rows to evaluate on), both in order. A tenth is for evaluation, spread evenly, at least 1 and
+    at most `most`. Raises ValueError for fewer than two rows.
     """
     if len(rows) < 2:
         raise ValueError("data has one row, and one at least is held out: give held_out=[…] too")

@@ -18,21 +18,21 @@ from rpg_jax.runs import cli, config_files
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code. A process may call `main` several times."""
+    """Runs the command with the flags `argv`, by default the process's; may be called several times. Returns the exit
+    code: 0, 1 (another start may help), 2 (a user's error), 3 (a lost run), or 128 plus a signal's number.
+    """
     parser = cli.parser("train", __doc__)
     parser.add_config()
     parser.add_argument("--model", help="weights to begin with: a folder, OWNER/NAME on the hub, FILE.gguf")
     parser.add_argument("--data", help="a JSONL or parquet file of problems; a tenth is held out without --held_out")
     parser.add_argument("--held_out", help="a file of problems to evaluate on")
     parser.add_argument("--reward", help="FILE.py:function, or a part of rewards.parts")
-    return cli.run(run_options, parser, argv, joins=True)
+    return cli.run(_run_options, parser, argv, joins=True)
 
 
-def run_options(options: argparse.Namespace) -> int:
-    """Names the run, resolves its config and trains; returns the exit code.
-
-    Without a config the fields fit the model, the rows and the device. Without a config, model, rows and reward the
-    config is tiny.
+def _run_options(options: argparse.Namespace) -> int:
+    """Names the run, resolves its config and trains; returns the exit code. Without a config the fields fit the model,
+    the rows and the device. Without a config, model, rows and reward the config is tiny.
     """
     given = {name: getattr(options, name) for name in ("model", "data", "held_out", "reward")}
     config = "configs/tiny.py" if {options.config, *given.values()} == {None} else options.config

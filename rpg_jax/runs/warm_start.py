@@ -1,7 +1,7 @@
 """Warm starts: supervised training before RL, so that RL has something to reinforce and something to gain.
 
-It ends at an accuracy, or after some passes over the demonstrations. An equal number of supervised steps can lead to
-any accuracy; an equal accuracy is a fair start for every variant. Runs share warm starts: each is trained once per
+Training ends at an accuracy, or after some passes over the demonstrations. An equal number of supervised steps can lead
+to any accuracy; an equal accuracy is a fair start for every variant. Runs share warm starts: each is trained once per
 model, task and settings, and kept in a folder that is named by them.
 """
 
@@ -26,14 +26,7 @@ from rpg_jax.parallel import hosts
 from rpg_jax.report.progress import Progress
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
-from rpg_jax.runs.experiment import (
-    Experiment,
-    code_digests,
-    files_digest,
-    input_digests,
-    make_generator,
-    make_rollout,
-)
+from rpg_jax.runs.experiment import Experiment, code_digests, files_digest, input_digests, make_generator, make_rollout
 from rpg_jax.runs.layout import Layout
 from rpg_jax.runs.learner import init_params
 from rpg_jax.runs.supervised import Demonstrations, several, supervised_config, supervised_learner, tell_cuts
@@ -44,16 +37,10 @@ from rpg_jax.training.state import TrainState
 CHECKED = 96  # completions of a check
 
 
-def warm_started(
-    experiment: Experiment,
-    params: Any,
-    rollout: Rollout,
-    scorer: Scorer,
-    run_dir: Path,
-) -> Any:
-    """Weights after supervised training: from the shared folder, or trained now from `params` and put there.
-
-    Raises ValueError if the task has no demonstrations, or as `train_to_accuracy` does.
+def warm_started(experiment: Experiment, params: Any, rollout: Rollout, scorer: Scorer, run_dir: Path) -> Any:
+    """Weights after supervised training: from the shared folder `home`/`cache_key`, or trained now and put there.
+    `params` are then donated; `rollout` and `scorer` measure the accuracy, and the folder gets the tokenizer of
+    `run_dir`. Collective. Raises ValueError if there are no demonstrations, or no check finds an accuracy in the range.
     """
     layout = dataclasses.replace(experiment.layout, config=supervised_config(experiment.config))
     own_rollout = layout.config.rollout.max_tokens != experiment.config.rollout.max_tokens
@@ -84,7 +71,9 @@ def warm_started(
 
 
 def drawn_base(experiment: Experiment, scorer: Scorer, run_dir: Path, layout: Layout) -> Any:
-    """The frozen weights of a run with adapters: loaded or random, and after a warm start if there is one."""
+    """All weights of `layout`, which has no adapters, to be frozen beside adapters: loaded or random, and after a warm
+    start if the config has one. The arguments are as the run's own; `layout` takes the place of `experiment.layout`.
+    """
     params = init_params(layout)
     if not layout.config.warm_start.enabled:
         return params
@@ -149,13 +138,13 @@ def train_to_accuracy(
     max_updates: int = 20_000,
     on_check: Callable[[int, float], None] = lambda updates, accuracy: None,
 ) -> tuple[TrainState, float]:
-    """Trains until a check finds `accuracy(params)` in [`min_accuracy`, `max_accuracy`]; returns the state and it.
+    """Updates `state` until a check finds `accuracy(params)` in [`min_accuracy`, `max_accuracy`]. Returns both. Each
+    update takes the next of `batches` and donates its state. `on_check` gets the number of updates and the accuracy.
 
     Checks are `check_every` updates apart at first. A check above the range restores the last state below it, and half
     as many updates follow. So the range is hit however steep the curve is.
 
-    Raises:
-      ValueError: the range is empty, was not reached in `max_updates`, or lies inside the step of a single update.
+    Raises ValueError if the range is empty, not reached in `max_updates`, or inside the step of a single update.
     """
     if not min_accuracy < max_accuracy:
         raise ValueError(
@@ -187,7 +176,6 @@ def train_to_accuracy(
 
 def home(config: ConfigDict) -> epath.Path:
     """The folder of shared warm starts: `warm_start.dir`. If only the runs are in a bucket, a folder beside the runs.
-
     Raises ValueError if `warm_start.dir` or `run.dir` is neither a local path nor gs://BUCKET/FOLDER.
     """
     chosen, runs = storage.absolute(config.warm_start.dir), storage.absolute(config.run.dir)
@@ -195,10 +183,8 @@ def home(config: ConfigDict) -> epath.Path:
 
 
 def cache_key(config: ConfigDict, read: Mapping[str, str]) -> str:
-    """A name made of everything that a warm start depends on: model, task, seed, its own settings, and what it reads.
-
-    Args:
-      read: the digests of problems, tokenizer and weights. The places from which they come do not count.
+    """12 hexadecimal digits, a hash of what a warm start depends on: model, task, seed, its settings, rewards,
+    environment and `read`, the digests of problems, tokenizer and weights. The places of these inputs do not count.
     """
     parts = {"model": config.model.to_dict(), "task": config.task.to_dict(), "warm_start": config.warm_start.to_dict()}
     parts |= {"max_tokens": config.rollout.max_tokens, "evaluation": config.evaluation.to_dict()}

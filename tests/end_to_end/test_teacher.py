@@ -12,10 +12,10 @@ import pytest
 
 from rpg_jax import data, models
 from rpg_jax.runs.experiment import open_tokenizer
-from rpg_jax.runs.layout import make_layout
+from rpg_jax.runs.layout import make_layout, reference_layout
+from rpg_jax.runs.learner import check_tokenizer
 from rpg_jax.runs.problems import Task
 from rpg_jax.runs.resolve import resolve
-from rpg_jax.runs.teacher import check_tokenizer, reference_layout
 from tests.end_to_end import micro, whole_runs
 from tests.end_to_end.test_processes import assert_same_run, reserve_port, run
 
