@@ -79,7 +79,9 @@ def fitted(config: ConfigDict, asked: Collection[str], rows: Sequence[str]) -> F
     problems = data.load(rows, template=config.task.template, bad_rows=config.task.bad_rows)[0]
     lengths = [len(data.encode_prompt(p, tokenizer, thinking=config.task.thinking)) for p in problems]
     size, context = _SMALL if on_cpu else _LARGE, model.rope.max_position_embeddings
-    prompt = choose("task.max_prompt_tokens", int(np.quantile(lengths, _COVERED, method="higher")))
+    wanted = config.rollout.max_tokens if "rollout.max_tokens" in asked else size["rollout.max_tokens"]
+    most = max(context // 2, context - wanted)  # prompts that leave no room for a completion are not trained
+    prompt = choose("task.max_prompt_tokens", min(most, int(np.quantile(lengths, _COVERED, method="higher"))))
     longest = choose("rollout.max_tokens", max(1, min(size["rollout.max_tokens"], context - prompt)))
     prompts, group = choose("rollout.prompts_per_step", size["rollout.prompts_per_step"]), config.rollout.group_size
     steps = choose("train.steps", size["train.steps"])

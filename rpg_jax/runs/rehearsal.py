@@ -58,10 +58,10 @@ def open_rehearsal(e: Experiment) -> Rehearsal | None:
     if not e.config.rehearsal.path:
         return None
     c, folder = e.config, storage.local(e.config.rehearsal.path)
-    if not (file := folder / "completions.jsonl").exists():
-        raise ValueError(f"rehearsal.path={folder} has no {file.name}: give the folder that rpg_jax.evaluate wrote")
+    if absent := [name for name in ("completions.jsonl", "settings.json") if not (folder / name).exists()]:
+        raise ValueError(f"rehearsal.path={folder} has no {absent[0]}: give the folder that rpg_jax.evaluate wrote")
     check_settings(e, read_object(folder / "settings.json"))
-    if not (examples := kept(e, data.file_rows(file))):
+    if not (examples := kept(e, data.file_rows(folder / "completions.jsonl"))):
         raise ValueError(f"rehearsal.path={folder}: no training problem has right completions only; evaluate more")
     if hosts.is_first():
         print(f"rehearsal.path={folder}: {len(examples)} completions, of problems that have right completions only")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -51,6 +52,19 @@ def test_the_limit_of_prompts_holds_99_percent_of_the_rows(tmp_path):
     long = [{"question": "1+" * 30 + str(n), "answer": "1"} for n in range(2)]
     config = prepared(None, {"run.dir": str(tmp_path)}, model=MODEL, **NOTHING | {"data": [*rows, *long]})[0]
     assert config.task.max_prompt_tokens < 30
+
+
+def test_a_prompt_that_leaves_no_room_for_a_completion_is_left_out(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    written = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps(written | {"max_position_embeddings": 128}), encoding="utf-8")
+    long = [{"question": "1+" * 50 + str(n), "answer": "1"} for n in range(3)]
+    of = {"model": str(model)} | NOTHING | {"data": [*ROWS, *long]}
+    config = prepared(None, {"run.dir": str(tmp_path)}, **of)[0]
+    assert (config.task.max_prompt_tokens, config.rollout.max_tokens) == (64, 64)
+    config = prepared(None, {"run.dir": str(tmp_path), "rollout.max_tokens": 8}, **of)[0]
+    assert 64 < config.task.max_prompt_tokens <= 120 and config.rollout.max_tokens == 8
 
 
 @pytest.mark.parametrize(

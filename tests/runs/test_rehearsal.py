@@ -96,9 +96,11 @@ def test_an_evaluation_without_a_solved_problem_is_refused(experiment, tmp_path)
         open_rehearsal(experiment)
     settings = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "thinking": False}
     settings["tokenizer"] = experiment.tokenizer.digest()[:16]
-    (tmp_path / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     wrong = rows(experiment.tokenizer, {"verdict": "wrong"})
     (tmp_path / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in wrong), encoding="utf-8")
+    with pytest.raises(ValueError, match="has no settings.json: give the folder that rpg_jax.evaluate wrote"):
+        open_rehearsal(experiment)
+    (tmp_path / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     with pytest.raises(ValueError, match="no training problem has right completions only"):
         open_rehearsal(experiment)
 
