@@ -144,7 +144,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         Args:
           problems: N, the problem of each completion; completions of one prompt repeat it.
           texts: N decoded completions, without special tokens; of a conversation the policy's last turn.
-          finish_reasons: N, "stop" or "length"; only their number is checked.
+          finish_reasons: N, "stop", "length" or "turns"; only their number is checked.
           lengths: i32[N] tokens that the policy has sampled, stop tokens included.
           turns: N items, what an environment answered to the turns; None without an environment.
 
