@@ -48,11 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    """Checks the flags, evaluates the policy, and writes the results. `options` has the flags of the command.
-
-    Returns the exit code: 0, or 130 if a signal stopped the evaluation; the same command continues it. Raises
-    ValueError if the flags do not name one policy, or do not fit together.
-    """
+    """Checks the flags, evaluates the policy, and writes the results. `options` has the flags of the command. Returns
+    the exit code: 0, or 130 if a signal stopped the evaluation; the same command continues it. Raises ValueError if the
+    flags do not name one policy, or do not fit together."""
     loaded = cli.load_config(options)
     if (options.run is None) == (options.folder is None):
         raise ValueError("which policy? Give either --run=runs/NAME or --folder=MODEL with --config=FILE")

@@ -32,11 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prepare(options: argparse.Namespace, console: Console) -> None:
-    """Loads problems, removes those of `options.against`, and writes the parquet file `options.output`.
-
-    Repetitions become samples of one problem. Prints counts to `console`, and skipped rows to standard error. Raises
-    ValueError without sources, if a source cannot be read, or if no problem is left.
-    """
+    """Loads problems, removes those of `options.against`, and writes the parquet file `options.output`. Repetitions
+    become samples of one problem. Prints counts to `console`, and skipped rows to standard error. Raises ValueError
+    without sources, if a source cannot be read, or if no problem is left."""
     if not options.sources:
         raise ValueError("what to prepare? Give files or data sets")
     problems, report = _load(options)
@@ -56,10 +54,9 @@ def inspect(options: argparse.Namespace, console: Console) -> None:
     """Prints counts by source, columns, lengths, bad rows and the first `options.examples` problems of the sources.
 
     With `options.config`, a file, the config gives the sources and the template that the command line leaves out. The
-    output then counts tokens too, and the prompts and demonstrations that are too long for the config.
-
-    Raises ValueError without sources, for overrides without a config, for a config that is not valid, and if a source
-    cannot be read.
+    output then counts tokens too, and the prompts and demonstrations that are too long for the config. Raises
+    ValueError without sources, for overrides without a config, for a config that is not valid, and if a source cannot
+    be read.
     """
     seen = None
     if options.config is not None:

@@ -57,9 +57,7 @@ class Group:
     @property
     def counted(self) -> np.ndarray:
         """bool[G]: the `judged` completions. The update trains on them, and the baseline is the mean of their rewards.
-
-        If only one of several completions is judged, no other reward can be compared with its reward: all are False.
-        """
+        If only one of several completions is judged, no other reward can be compared with its reward: all are False."""
         judged = self.judged
         return judged & (judged.sum() > 1 or len(judged) == 1)
 
@@ -76,9 +74,8 @@ class Group:
 
     def rescored(self, members: np.ndarray, again: "Group") -> "Group":
         """A copy in which completions have new scores: number members[i] those of completion i of the group `again`.
-
-        `members` is i64[n]; `again` has n completions. Both groups have `parts`, `unshaped`, `failures` and `failed`.
-        """
+        `members` is i64[n]; `again` has n completions. Both groups have `parts`, `unshaped`, `failures` and
+        `failed`."""
         scores: dict[str, Any] = {}
         for name in ("rewards", "accuracy", "parts", "unshaped", "failures", "failed"):
             own = getattr(self, name)
@@ -105,10 +102,8 @@ def decode_groups(text: str) -> list[Group]:
 
 
 def groups_to_bytes(groups: Sequence[Group]) -> bytes:
-    """Groups as bytes, which `groups_from_bytes` reads; b"" for no groups.
-
-    `behaviour_logprobs`, `parts`, `unshaped`, and the completions' `experts` are None in all groups or in none.
-    """
+    """Groups as bytes, which `groups_from_bytes` reads; b"" for no groups. `behaviour_logprobs`, `parts`, `unshaped`,
+    and the completions' `experts` are None in all groups or in none."""
     if not groups:
         return b""
     completions = [c for g in groups for c in g.completions]
@@ -193,10 +188,8 @@ def groups_from_bytes(packed: bytes) -> list[Group]:
 
 
 def shown(completion: Completion, decode: Callable[[Sequence[int]], str]) -> str:
-    """A completion as text for people, without stop tokens.
-
-    `decode` makes text of token ids. The lines <observation> and </observation> enclose what an environment wrote.
-    """
+    """A completion as text for people, without stop tokens. `decode` makes text of token ids. The lines <observation>
+    and </observation> enclose what an environment wrote."""
     pieces, at = [], 0
     for first, end in () if completion.turns is None else completion.turns.spans:
         pieces += [decode(completion.tokens[at : first - 1].tolist()), _OPEN]
@@ -213,9 +206,7 @@ def opening(problem: Problem) -> str:
 
 def last_turn(completion: Completion, decode: Callable[[Sequence[int]], str]) -> str:
     """The text of the policy's last turn, without the stop token, for verifiers. Without turns: all of the text.
-
-    `decode` makes text of token ids.
-    """
+    `decode` makes text of token ids."""
     spans = () if completion.turns is None else completion.turns.spans
     tokens = completion.tokens[spans[-1][1] if spans else 0 :]
     return decode((tokens if completion.finish_reason == "length" else tokens[:-1]).tolist())

@@ -94,11 +94,9 @@ class Packing:
     sharding: jax.sharding.Sharding | None = None
 
     def scatter(self, values: Sequence[Sequence[ArrayLike]] | np.ndarray) -> list[Any]:
-        """f32[B, C] for each of the M micro-batches: the values at the entries of the completions' tokens, else 0.
-
-        The arrays lie on the devices with `sharding`, or on the host. `values` has for each of the P groups G numbers
-        (one a completion) or G arrays f32[n] (one number a token).
-        """
+        """f32[B, C] for each of the M micro-batches: the values at the entries of the completions' tokens, else 0. The
+        arrays lie on the devices with `sharding`, or on the host. `values` has for each of the P groups G numbers (one
+        a completion) or G arrays f32[n] (one number a token)."""
         out = np.zeros((self.micro_batches, self.shape.rows, self.shape.completion_length), np.float32)
         for places, own in zip(self.places, values, strict=True):
             for (m, row, first, n), value in zip(places, own, strict=True):
@@ -148,21 +146,17 @@ class RolloutBatch(Generic[P]):
         return [[next(rest) for _ in range(size)] for size in self.minibatch_sizes]
 
     def of_sampled(self, arrays: Sequence[np.ndarray | jax.Array]) -> list[list[np.ndarray]]:
-        """For each completion of each group the values [m, …] at the m tokens that the policy sampled.
-
-        Tokens that an environment wrote are left out. `arrays` are [B, C, …], one for each micro-batch. Every host must
-        call this: device arrays are gathered from all hosts.
-        """
+        """For each completion of each group the values [m, …] at the m tokens that the policy sampled. Tokens that an
+        environment wrote are left out. `arrays` are [B, C, …], one for each micro-batch. Every host must call this:
+        device arrays are gathered from all hosts."""
         return [
             [x[completion.sampled] for x, completion in zip(own, group.completions, strict=True)]
             for own, group in zip(self.packing.gather(arrays), self.groups, strict=True)
         ]
 
     def add(self, **columns: Sequence[jax.Array]) -> RolloutBatch[P]:
-        """A copy in which fields of the micro-batches (of `types.Batch`) have new values.
-
-        The value of a keyword is a list with an array f32[B, C] for each micro-batch.
-        """
+        """A copy in which fields of the micro-batches (of `types.Batch`) have new values. The value of a keyword is a
+        list with an array f32[B, C] for each micro-batch."""
         rows = zip(*columns.values(), strict=True)
         batches = [
             dataclasses.replace(batch, **dict(zip(columns, arrays, strict=True)))
@@ -226,10 +220,8 @@ def pack(
 
 
 def rows_needed(groups: Sequence[Packable], shape: RowShape) -> int:
-    """The number of rows that `pack` fills with `groups` as one mini-batch.
-
-    Raises ValueError for an empty prompt, and for a completion that with its prompt is longer than a row.
-    """
+    """The number of rows that `pack` fills with `groups` as one mini-batch. Raises ValueError for an empty prompt, and
+    for a completion that with its prompt is longer than a row."""
     return len(_shared_rows(groups, range(len(groups)), shape))
 
 
@@ -258,9 +250,7 @@ def _shared_rows(groups: Sequence[Packable], chosen: Sequence[int], shape: RowSh
 
 def _first_fit(units: Sequence[_Members], groups: Sequence[Packable], length: int) -> list[_Members]:
     """The completions by row, where a row holds a prompt once for all its completions. The longest unit comes first.
-
-    Each unit goes into the first row with room. A unit that no row can hold is split, longest completions first.
-    """
+    Each unit goes into the first row with room. A unit that no row can hold is split, longest completions first."""
     rows: list[_Members] = []
     room: list[int] = []
 

@@ -93,9 +93,7 @@ class PromptStream:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Moves to the position `state`, a result of the method `state`: the next problem is the first not yet taken.
-
-        Raises ValueError if the state belongs to other problems or another seed.
-        """
+        Raises ValueError if the state belongs to other problems or another seed."""
         differing = {k: (state.get(k), v) for k, v in self._identity.items() if state.get(k) != v}
         if differing:
             raise ValueError(
@@ -133,10 +131,8 @@ TEMPLATES = {
 
 
 def apply_template(template: str, question: str) -> str:
-    """The text of a template with the question in the place of {question}.
-
-    `template` is a name in `TEMPLATES`, or a text. Raises ValueError if the text has not exactly one {question}.
-    """
+    """The text of a template with the question in the place of {question}. `template` is a name in `TEMPLATES`, or a
+    text. Raises ValueError if the text has not exactly one {question}."""
     text = TEMPLATES.get(template, template)
     if text.count("{question}") != 1:
         raise ValueError(
@@ -154,11 +150,9 @@ def strip_template(prompt: str) -> str:
 
 
 def rendered(problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True) -> str:
-    """The text that the policy continues: the problem's messages in the tokenizer's chat template.
-
-    `thinking` is Qwen3's `enable_thinking`, which other templates ignore. Without a chat template: the messages' texts,
-    with a blank line between them. Raises ValueError if the template refuses the messages.
-    """
+    """The text that the policy continues: the problem's messages in the tokenizer's chat template. `thinking` is
+    Qwen3's `enable_thinking`, which other templates ignore. Without a chat template: the messages' texts, with a blank
+    line between them. Raises ValueError if the template refuses the messages."""
     messages = problem.opening
     if tokenizer.chat is None:
         return "\n\n".join(message["content"] for message in messages)
@@ -168,10 +162,8 @@ def rendered(problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True) -
 def encode_prompt(
     problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True, limit: int | None = None
 ) -> np.ndarray:
-    """The token ids i32[n] of the text that the policy continues; of more than `limit` ids the last `limit`.
-
-    `thinking` is Qwen3's `enable_thinking`. Raises ValueError if the chat template refuses the messages.
-    """
+    """The token ids i32[n] of the text that the policy continues; of more than `limit` ids the last `limit`. `thinking`
+    is Qwen3's `enable_thinking`. Raises ValueError if the chat template refuses the messages."""
     ids = np.asarray(tokenizer.encode(rendered(problem, tokenizer, thinking=thinking)), np.int32)
     return ids if limit is None else ids[-limit:]
 
@@ -180,9 +172,7 @@ def filter_length(
     problems: Iterable[Problem], tokenizer: Tokenizer, max_tokens: int, *, thinking: bool
 ) -> tuple[list[Problem], list[Problem]]:
     """(problems whose prompts have at most `max_tokens` tokens, problems with longer prompts), both in order.
-
-    `thinking` is Qwen3's `enable_thinking`. Raises ValueError if two problems share a `prompt_id`.
-    """
+    `thinking` is Qwen3's `enable_thinking`. Raises ValueError if two problems share a `prompt_id`."""
     fitting: list[Problem] = []
     longer: list[Problem] = []
     known: set[int] = set()

@@ -128,9 +128,7 @@ def _read(row: Row, reading: Reading, prompt_id: int) -> Problem:
 
 def official_row(problem: Problem, index: int) -> dict[str, Any]:
     """The problem as a row of the official schema, which `read_row` describes, and its demonstrations (or None).
-
-    `index` is a number for `extra_info`, which also gets the problem's `samples`.
-    """
+    `index` is a number for `extra_info`, which also gets the problem's `samples`."""
     system = [{"role": "system", "content": problem.system}] if problem.system else []
     return {
         "data_source": problem.source,
@@ -236,10 +234,8 @@ def _problem(prompt_id: int, prompt, answer, source, samples, system, question, 
 
 
 def first_text(row: Row, meaning: str, keys: tuple[str, ...]) -> str:
-    """The text under the first of `keys` whose value is not None; a number becomes text.
-
-    Notes the key in `row.taken` under `meaning`. Raises BadRow if there is no such key, or the value is no text.
-    """
+    """The text under the first of `keys` whose value is not None; a number becomes text. Notes the key in `row.taken`
+    under `meaning`. Raises BadRow if there is no such key, or the value is no text."""
     key = row.first(meaning, keys)
     if key is None:
         raise BadRow(f"none of {list(keys)} in {sorted(map(str, row))[:12]}. Rename the {meaning} column {keys[0]!r}")
@@ -247,10 +243,8 @@ def first_text(row: Row, meaning: str, keys: tuple[str, ...]) -> str:
 
 
 def text_of(row: Mapping[str, Any], key: str) -> str:
-    """The text under `key`; a number as text, as answers in JSON often are numbers, and 7.0 as "7".
-
-    Raises BadRow if the key is missing or None, or the value is another type, NaN or infinite.
-    """
+    """The text under `key`; a number as text, as answers in JSON often are numbers, and 7.0 as "7". Raises BadRow if
+    the key is missing or None, or the value is another type, NaN or infinite."""
     if row.get(key) is None:
         raise BadRow(f"missing key {key!r}; it has {sorted(map(str, row))[:12]}")
     value = row[key]
@@ -263,9 +257,7 @@ def text_of(row: Mapping[str, Any], key: str) -> str:
 
 def whole_number_shape(row: Row) -> tuple[str, str]:
     """(question, answer) under `QUESTION_KEYS` and `ANSWER_KEYS`. The answer "7.0" becomes "7", as verifiers expect.
-
-    Raises BadRow if one is missing.
-    """
+    Raises BadRow if one is missing."""
     question, answer = first_text(row, "question", QUESTION_KEYS), first_text(row, "answer", ANSWER_KEYS)
     return question, answer.strip().removesuffix(".0")
 

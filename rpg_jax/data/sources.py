@@ -128,10 +128,8 @@ Rows = Iterator[tuple[str, Any]]
 
 def open_source(name: str, *, count: int, seed: int) -> tuple[Reading, Rows]:
     """Returns (how to read the rows, the rows as (place, row)). A row that does not parse is a `BadRow`, not raised.
-
     `name` is a path, a name in `HUB`, "hf:owner/name/config/split" or "reasoning_gym:task"; `count` and `seed` are for
-    the last. Raises ValueError for another name. Files and the hub are read, and their errors raised, with the rows.
-    """
+    the last. Raises ValueError for another name. Files and the hub are read, and their errors raised, with the rows."""
     path = Path(name)
     if path.exists():
         return Reading(), _files(path)
@@ -153,9 +151,7 @@ def open_source(name: str, *, count: int, seed: int) -> tuple[Reading, Rows]:
 
 def file_rows(path: Path) -> list[Any]:
     """The unchanged rows of a .parquet, .jsonl or .json file, or of the .parquet and .jsonl files in a folder, by name.
-
-    Raises ValueError for a file that is empty or cannot be read, or a row that does not parse.
-    """
+    Raises ValueError for a file that is empty or cannot be read, or a row that does not parse."""
     found = list(_files(path))
     if bad := [f"{where}: {row}" for where, row in found if isinstance(row, BadRow)]:
         raise ValueError(bad[0])
@@ -229,9 +225,7 @@ def _named_on_hub(name: str) -> HubDataset:
 
 def _hub(data: HubDataset) -> Rows:
     """Yields the rows of a public data set, from the parquet files that the hub keeps on branch refs/convert/parquet.
-
-    Raises ValueError if the download fails, or the data set has no such config and split.
-    """
+    Raises ValueError if the download fails, or the data set has no such config and split."""
     import huggingface_hub
 
     # Its warnings tell of retries. The error itself is raised below.
@@ -292,11 +286,9 @@ SHARED_WORDS = 13
 
 
 def decontaminate(problems: Iterable[Problem], evaluation: Iterable[Problem]) -> tuple[list[Problem], list[Problem]]:
-    """Returns (problems to keep, problems to remove), both in order.
-
-    A problem to remove shares 13 words in a row with a problem of `evaluation`, or has fewer words and all the same.
-    Questions are compared without prompt templates, as lower-case words and numbers.
-    """
+    """Returns (problems to keep, problems to remove), both in order. A problem to remove shares 13 words in a row with
+    a problem of `evaluation`, or has fewer words and all the same. Questions are compared without prompt templates, as
+    lower-case words and numbers."""
     known = {gram for problem in evaluation for gram in _grams(problem.question)}
     kept: list[Problem] = []
     removed: list[Problem] = []
@@ -307,9 +299,7 @@ def decontaminate(problems: Iterable[Problem], evaluation: Iterable[Problem]) ->
 
 def write_parquet(problems: Sequence[Problem], path: str | os.PathLike[str]) -> None:
     """Writes a parquet file with one row per problem in the official schema, `SCHEMA`; `extra_info` has its samples.
-
-    Makes the folder. The file appears complete or not at all. Raises ValueError if there is no problem.
-    """
+    Makes the folder. The file appears complete or not at all. Raises ValueError if there is no problem."""
     if not problems:
         raise ValueError(f"nothing to write to {path}: every problem was removed")
     path = Path(path)

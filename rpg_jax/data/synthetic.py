@@ -59,9 +59,8 @@ class Arithmetic:
         """Distinct problems of a split in an order drawn from `seed`, with distinct prompt ids.
 
         Without `count` it returns all problems if there are at most 4,000,000. Otherwise it draws 100,000 problems, and
-        returns the problems of the split among them.
-
-        Raises ValueError if the split is unknown, or has fewer than `count` problems (without `count`: none).
+        returns the problems of the split among them. Raises ValueError if the split is unknown, or has fewer than
+        `count` problems (without `count`: none).
         """
         if split not in ("train", "held_out"):
             raise ValueError(f"split must be 'train' or 'held_out', got {split!r}")
@@ -78,11 +77,9 @@ class Arithmetic:
         return [self._problem(*each) for each in zip(chosen.tolist(), ids, strict=True)]
 
     def belongs(self, problem: Problem, name: str) -> bool:
-        """Whether a held-out problem belongs to the set `name`.
-
-        "held out" has all problems, "carry" the sums and differences that carry or borrow at least `digits` - 1 times,
-        "negative" the differences below zero. Raises ValueError for another name, or another task's problem.
-        """
+        """Whether a held-out problem belongs to the set `name`. "held out" has all problems, "carry" the sums and
+        differences that carry or borrow at least `digits` - 1 times, "negative" the differences below zero. Raises
+        ValueError for another name, or another task's problem."""
         if name not in SETS:
             raise ValueError(f"arithmetic has the sets {', '.join(SETS)}; got {name!r}")
         a, operator, b = _parse_arithmetic(problem.prompt)
@@ -124,10 +121,8 @@ class Arithmetic:
         )
 
     def _prompt_ids(self, codes: np.ndarray) -> np.ndarray:
-        """i64, the id of each code; it does not depend on the task's other operators.
-
-        Ids are distinct up to four digits. With more digits, two problems share an id with probability 2**-31.
-        """
+        """i64, the id of each code; it does not depend on the task's other operators. Ids are distinct up to four
+        digits. With more digits, two problems share an id with probability 2**-31."""
         index, pairs = divmod(codes, 10 ** (2 * self.digits))
         known = np.array([OPERATORS.index(operator) for operator in self.operators])
         return (known[index] * 10 ** (2 * self.digits) + pairs) % (2**31 - 1)
@@ -178,9 +173,8 @@ class Chains:
 
         The sets: "train"; "held out", chains of the same lengths; "harder", chains with one or two operations more than
         the longest; "old skill", which has only 49 problems for each operator, so it may return fewer. No chain of a
-        held-out set is in "train", whatever the argument `seed` is.
-
-        Raises ValueError if the name is unknown, `count` is above 100,000, or there are not so many chains.
+        held-out set is in "train", whatever the argument `seed` is. Raises ValueError if the name is unknown, `count`
+        is above 100,000, or there are not so many chains.
         """
         if name not in ("train", *CHAIN_SETS):
             raise ValueError(f"chains have the sets train, {', '.join(CHAIN_SETS)}; got {name!r}")
@@ -199,10 +193,8 @@ class Chains:
         return [Problem(number, prompt, solve(prompt), "chains") for number, prompt in found.items()]
 
     def examples(self, problems: Iterable[Problem]) -> list[tuple[str, str]]:
-        """(prompt, the pupil's completion without a stop token) for each problem, the same at each call.
-
-        In a quarter of the pairs a prompt of the old skill stands in place of the problem's prompt.
-        """
+        """(prompt, the pupil's completion without a stop token) for each problem, the same at each call. In a quarter
+        of the pairs a prompt of the old skill stands in place of the problem's prompt."""
         pairs = []
         for problem in problems:
             random = np.random.default_rng([self.seed, problem.prompt_id])

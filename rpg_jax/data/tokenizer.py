@@ -90,10 +90,8 @@ class Tokenizer(Codec, Protocol):
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """Loads the tokenizer in a folder or file: tokenizer.json if there is one, else a SentencePiece *.model.
-
-    Raises ValueError if there is neither file, or the file is damaged or names no stop token.
-    """
+    """Loads the tokenizer in a folder or file: tokenizer.json if there is one, else a SentencePiece *.model. Raises
+    ValueError if there is neither file, or the file is damaged or names no stop token."""
     path = Path(path)
     for file in (path, path / "tokenizer.json", path / "tokenizer.model", *sorted(path.glob("*.model"))):
         if file.is_file() and file.name.endswith(".json"):
@@ -105,11 +103,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def train_sentencepiece(texts: Iterable[str], path: str | os.PathLike[str]) -> SentencePieceTokenizer:
-    """Trains a SentencePiece model whose pieces are single characters, writes it to the file `path` and loads it.
-
-    Ids 0 to 3 are padding, end of text, beginning of text and unknown; the line break and the characters of `texts`
-    follow. The same texts give the same bytes on every machine. Raises ValueError if there is no character.
-    """
+    """Trains a SentencePiece model whose pieces are single characters, writes it to the file `path` and loads it. Ids 0
+    to 3 are padding, end of text, beginning of text and unknown; the line break and the characters of `texts` follow.
+    The same texts give the same bytes on every machine. Raises ValueError if there is no character."""
     texts = list(texts)
     characters = set("".join(texts)) - {"\n"}
     needed = len(characters) + 4 + 1  # four special pieces, and the line break, which SentencePiece reserves

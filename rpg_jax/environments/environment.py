@@ -117,10 +117,8 @@ class Declaration:
 
     def make(self, options: Mapping[str, Any]) -> Environment:
         """Returns a new environment, made with `options` as keywords; if `handed` is an object, the object itself.
-
-        Raises ValueError if `path` cannot be imported, `options` do not fit, or `reset(problem)` or
-        `step(problem, messages, completion)` is missing.
-        """
+        Raises ValueError if `path` cannot be imported, `options` do not fit, or `reset(problem)` or `step(problem,
+        messages, completion)` is missing."""
         factory = load(self.path, "environment") if self.handed is None else self.handed
         if not inspect.isclass(factory) and hasattr(factory, "step"):
             if options:
@@ -141,11 +139,9 @@ ENVIRONMENTS: dict[str, Declaration] = {
 
 
 def find(name: str, *, in_process: bool = False, handed: Handed = NOTHING) -> Declaration:
-    """The declaration of the environment `name`: in `handed`, in `ENVIRONMENTS`, or a user's own "module:name".
-
-    Imports nothing. With `in_process` the environment runs in the trainer's process; what is in `handed` always does.
-    Raises ValueError for a name without ":" that is unknown.
-    """
+    """The declaration of the environment `name`: in `handed`, in `ENVIRONMENTS`, or a user's own "module:name". Imports
+    nothing. With `in_process` the environment runs in the trainer's process; what is in `handed` always does. Raises
+    ValueError for a name without ":" that is unknown."""
     if name in handed:
         return Declaration(name, pooled=False, handed=handed[name])
     if name not in ENVIRONMENTS and ":" not in name:
@@ -169,22 +165,17 @@ def _checked_environment(environment: Any, path: str) -> Environment:
 
 
 def checked_messages(value: Any) -> list[dict[str, Any]]:
-    """`value`, a sequence of messages, as a list of new dicts with the same keys.
-
-    Raises BadScore for another value, for a message without a role of `ROLES` or without a text as content, and for a
-    content that UTF-8 cannot hold.
-    """
+    """`value`, a sequence of messages, as a list of new dicts with the same keys. Raises BadScore for another value,
+    for a message without a role of `ROLES` or without a text as content, and for a content that UTF-8 cannot hold."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
         raise BadScore(f"messages are a list, got {type(value).__name__}")
     return [_message(each) for each in value]
 
 
 def checked_turn(value: Any) -> dict[str, Any]:
-    """The `Turn` `value` as {"observation": messages, "reward": float, "done": bool}; no messages if it is done.
-
-    Raises BadScore for another value, for a field of another type, for a reward that is not within ±1e6, and for a turn
-    that is not done and has no message.
-    """
+    """The `Turn` `value` as {"observation": messages, "reward": float, "done": bool}; no messages if it is done. Raises
+    BadScore for another value, for a field of another type, for a reward that is not within ±1e6, and for a turn that
+    is not done and has no message."""
     if not isinstance(value, Turn):
         raise BadScore(f"step returns a Turn(observation, reward, done), got {type(value).__name__}")
     if not isinstance(value.done, bool):

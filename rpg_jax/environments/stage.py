@@ -69,11 +69,9 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
         self._first = FirstFailures(f"environment.name={self.name}", "turn")
 
     def opened(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Waits for `reset` on each problem, and returns the problems with its messages as `messages`, in order.
-
-        Raises ValueError if `reset` fails on a problem, or the environment cannot be made, and ChildProcessError if the
-        worker processes do not start.
-        """
+        """Waits for `reset` on each problem, and returns the problems with its messages as `messages`, in order. Raises
+        ValueError if `reset` fails on a problem, or the environment cannot be made, and ChildProcessError if the worker
+        processes do not start."""
         chunks = [problems[i : i + _TOGETHER] for i in range(0, len(problems), _TOGETHER)]
         return [problem for opened in self._threads.map(self._open, chunks) for problem in opened]
 

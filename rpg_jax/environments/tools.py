@@ -68,9 +68,7 @@ class ToolUse:
 
     def step(self, problem: Posed, messages: Sequence[Message], completion: str) -> Turn:
         """A message of the role "tool" for each call in `completion`, or without a call the score and the end.
-
-        `messages` are not read.
-        """
+        `messages` are not read."""
         text, calls = parse(completion)
         if not calls:
             return Turn("", self._score(problem, text), True)
@@ -141,20 +139,16 @@ class Tool:
 
     @property
     def description(self) -> dict[str, Any]:
-        """The tool as chat templates take it: the JSON schema of OpenAI's function calling.
-
-        The text is the first paragraph of the function's docstring.
-        """
+        """The tool as chat templates take it: the JSON schema of OpenAI's function calling. The text is the first
+        paragraph of the function's docstring."""
         about = " ".join((inspect.getdoc(self.function) or "").partition("\n\n")[0].split())
         properties = {name: {"type": _TYPES[kind][0]} for name, kind in self.types.items()}
         parameters = {"type": "object", "properties": properties, "required": list(self.required)}
         return {"type": "function", "function": {"name": self.name, "description": about, "parameters": parameters}}
 
     def call(self, arguments: Mapping[str, Any]) -> str:
-        """Calls the function, and returns the result as text or JSON, cut after 10,000 characters.
-
-        If an argument is unknown, missing or of another type, or the function raises, the text begins with "error: ".
-        """
+        """Calls the function, and returns the result as text or JSON, cut after 10,000 characters. If an argument is
+        unknown, missing or of another type, or the function raises, the text begins with "error: "."""
         if unknown := sorted(set(arguments) - set(self.types)):
             return f"error: {self.name} takes {', '.join(self.types)}, not {', '.join(unknown)}"
         if missing := [name for name in self.required if name not in arguments]:

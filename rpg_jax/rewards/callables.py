@@ -24,11 +24,9 @@ T = TypeVar("T")
 
 
 def load(path: str, kind: str) -> Callable[..., Any]:
-    """Imports the module of `path`, "module:name", and returns its function or class of that name.
-
-    `kind` is the use of the function, for the messages: "reward", "environment", "tool", "task". Raises ValueError if
-    the path has another form, the module cannot be imported, or it has no such function or class.
-    """
+    """Imports the module of `path`, "module:name", and returns its function or class of that name. `kind` is the use of
+    the function, for the messages: "reward", "environment", "tool", "task". Raises ValueError if the path has another
+    form, the module cannot be imported, or it has no such function or class."""
     module, _, name = path.partition(":")
     if not module or not name:
         raise ValueError(f"the {kind} {path!r} is not of the form module:name")
@@ -110,10 +108,8 @@ def _imported(module: str, file: Path) -> set[str]:
 
 def name_of(function: Callable[..., Any], kind: str = "reward") -> str:
     """The name "module:qualname" of a function or class; of what `functools.partial` wraps, or of an object's class.
-
     `kind` is the use: "reward", "environment", …. Raises ValueError if `function` is not callable; only an
-    "environment" may instead be an object with a method `step`.
-    """
+    "environment" may instead be an object with a method `step`."""
     if kind == "environment" and not callable(function) and not hasattr(function, "step"):
         raise ValueError(
             f"environment is a name, a class, or an object with reset and step; got {type(function).__name__}"
@@ -159,10 +155,8 @@ def named(rewards: Callable[..., Any] | str | Mapping[Any, float]) -> tuple[dict
 
 
 def in_file(name: str) -> str:
-    """Turns "FOLDER/module.py:function" into "module:function". Returns other names unchanged.
-
-    Puts FOLDER first in `sys.path`. Raises ValueError if there is no such file, or if ":function" is missing.
-    """
+    """Turns "FOLDER/module.py:function" into "module:function". Returns other names unchanged. Puts FOLDER first in
+    `sys.path`. Raises ValueError if there is no such file, or if ":function" is missing."""
     if name.endswith(".py"):
         raise ValueError(f"the reward {name!r}: name its function too, as {name}:FUNCTION")
     file, _, function = name.rpartition(":")
@@ -224,10 +218,8 @@ class InProcess:
         self._background: Background | None = None
 
     def verdicts(self, calls: Sequence[tuple[Callable[..., Any], Task]]) -> list[Verdict]:
-        """Calls each function with its task's arguments and options, waits, and returns the verdicts in their order.
-
-        An exception of a function becomes a verdict with an error. A call cancelled at the deadline is a "timeout".
-        """
+        """Calls each function with its task's arguments and options, waits, and returns the verdicts in their order. An
+        exception of a function becomes a verdict with an error. A call cancelled at the deadline is a "timeout"."""
         awaited = [i for i, (function, _) in enumerate(calls) if is_async(function)]
         begun = {i: self.submit(*calls[i]) for i in awaited}
         found = {i: future.result() for i, future in begun.items()}

@@ -53,11 +53,9 @@ def keep() -> None:
 
 
 def own_pid_namespace(libc: ctypes.CDLL) -> bool:
-    """Lets this process start its later children in a new PID namespace. Returns False if the system refuses.
-
-    Where only a new user namespace allows it, this process enters one, and keeps its rights. `libc` is the C
-    library of this process.
-    """
+    """Lets this process start its later children in a new PID namespace. Returns False if the system refuses. Where
+    only a new user namespace allows it, this process enters one, and keeps its rights. `libc` is the C library of this
+    process."""
     if libc.unshare(_CLONE_NEWPID) == 0:
         return True
     uid, gid = os.getuid(), os.getgid()
@@ -112,10 +110,8 @@ def _exit_code(status: int) -> int:
 
 
 def release_pipes() -> None:
-    """Points standard input, output and error of this process to the null device.
-
-    So the process holds no end of a verifier's pipes, and their reader notices when the verifier ends.
-    """
+    """Points standard input, output and error of this process to the null device. So the process holds no end of a
+    verifier's pipes, and their reader notices when the verifier ends."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nowhere, fd)

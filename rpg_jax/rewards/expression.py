@@ -42,9 +42,7 @@ def countdown(completion: str, answer: str) -> float:
 
 def evaluate(text: str) -> Fraction:
     """The exact value of an expression of numbers ("3", "2.5"), + - * /, parentheses, and the sign - ("-3", "-(1+2)").
-
-    Raises ValueError if the text is something else, has more than 500 characters, or divides by zero.
-    """
+    Raises ValueError if the text is something else, has more than 500 characters, or divides by zero."""
     try:
         tokens = _tokens(text, _DECIMAL)
         signs = [i for i, t in enumerate(tokens) if t == "-" and (i == 0 or tokens[i - 1] in _BEFORE_SIGN)]
@@ -60,11 +58,9 @@ def evaluate(text: str) -> Fraction:
 
 
 def last_expression(completion: str) -> str | None:
-    """The text of the completion's last <answer>…</answer> or "Answer:" line, without blanks.
-
-    Returns None if there is no such text, it is empty, it has more than 500 characters, or it has anything but whole
-    numbers, + - * / and parentheses. The order of these is not checked.
-    """
+    """The text of the completion's last <answer>…</answer> or "Answer:" line, without blanks. Returns None if there is
+    no such text, it is empty, it has more than 500 characters, or it has anything but whole numbers, + - * / and
+    parentheses. The order of these is not checked."""
     found = _ANSWER.findall(completion)
     try:
         return "".join(_tokens("".join(found[-1]))) or None if found else None

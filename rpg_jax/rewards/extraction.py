@@ -52,20 +52,16 @@ _BARE_ROOT = re.compile(r"sqrt([^{])")
 
 def exact(completion: str, answer: str) -> float:
     """1.0 if the completion, its text after the last "#", or its text after the last "Answer:" is `answer`; else 0.0.
-
-    Blanks and line breaks at both ends of the texts do not count.
-    """
+    Blanks and line breaks at both ends of the texts do not count."""
     answer = answer.strip()
     found = [completion, *(completion.rpartition(mark)[2] for mark in MARKS)]
     return float(any(text.strip() == answer for text in found))
 
 
 def dapo_answer(completion: str) -> str:
-    """The text after the last "Answer:", up to the end of its line, in the spelling that `normalise` makes.
-
-    Only the last 300 characters of the completion are read. "answer :" in any case is a mark too, and the text may
-    begin on a later line. Returns "[INVALID]" if there is no mark with a text.
-    """
+    """The text after the last "Answer:", up to the end of its line, in the spelling that `normalise` makes. Only the
+    last 300 characters of the completion are read. "answer :" in any case is a mark too, and the text may begin on a
+    later line. Returns "[INVALID]" if there is no mark with a text."""
     found = INVALID
     for match in _ANSWER.finditer(completion[-TAIL_CHARACTERS:]):
         found = match[1]
@@ -73,22 +69,16 @@ def dapo_answer(completion: str) -> str:
 
 
 def math_dapo(completion: str, answer: str) -> float:
-    """1.0 if the text after the completion's last "Answer:" equals the reference `answer`, else -1.0.
-
-    Both texts are compared in the spelling that `normalise` makes. Only the last 300 characters of the completion are
-    read. A completion without "Answer:" gets -1.0.
-
-    Source: arXiv:2503.14476 (DAPO), used in arXiv:2505.17508.
-    """
+    """1.0 if the text after the completion's last "Answer:" equals the reference `answer`, else -1.0. Both texts are
+    compared in the spelling that `normalise` makes. Only the last 300 characters of the completion are read. A
+    completion without "Answer:" gets -1.0. Source: arXiv:2503.14476 (DAPO), used in arXiv:2505.17508."""
     return 1.0 if dapo_answer(completion) == normalise(answer) else -1.0
 
 
 def boxed(completion: str, answer: str) -> float:
-    """1.0 if the contents of the completion's last \\boxed{…} equal the reference `answer`, else 0.0.
-
-    Both texts are compared in the spelling that `normalise` makes. Of a reference with a \\boxed{…} only the contents
-    of the last box count. A completion without a box, or with a last box that is not closed, gets 0.0.
-    """
+    """1.0 if the contents of the completion's last \\boxed{…} equal the reference `answer`, else 0.0. Both texts are
+    compared in the spelling that `normalise` makes. Of a reference with a \\boxed{…} only the contents of the last box
+    count. A completion without a box, or with a last box that is not closed, gets 0.0."""
     found = last_boxed(completion)
     reference = last_boxed(answer)
     return float(found is not None and normalise(found) == normalise(answer if reference is None else reference))
@@ -98,9 +88,8 @@ def gsm8k(completion: str, answer: str) -> float:
     """1.0 if the number after the completion's last "####" equals the reference number, else 0.0.
 
     Numbers are compared as decimals: "1,000.0" is 1000. Only the last 300 characters of the completion are read. The
-    reference `answer` is the number, or the data set's whole solution, which ends in "#### number".
-
-    Raises ValueError if the reference holds no number.
+    reference `answer` is the number, or the data set's whole solution, which ends in "#### number". Raises ValueError
+    if the reference holds no number.
     """
     reference = _number(answer.rpartition("####")[2])
     if reference is None:

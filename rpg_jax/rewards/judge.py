@@ -107,10 +107,8 @@ class Server:
         return {"model": self.model, "messages": [message], "temperature": 0, "max_tokens": self.max_tokens}
 
     def verdicts(self, reply: Any, count: int) -> list[Verdict]:
-        """The verdicts in a reply's JSON, in order. Raises Failed if it has another form, or not `count` scores.
-
-        A score that is no number, or a grade outside 0 … scale, becomes a verdict with the error "value".
-        """
+        """The verdicts in a reply's JSON, in order. Raises Failed if it has another form, or not `count` scores. A
+        score that is no number, or a grade outside 0 … scale, becomes a verdict with the error "value"."""
         try:
             given = reply["scores"] if self.kind == "score" else [reply["choices"][0]["message"]["content"] or ""]
             found = [self._verdict(one) for one in given]
@@ -158,10 +156,8 @@ class Judge:
 
     def run(self, items: Sequence[Item]) -> list[Verdict]:
         """Waits for one verdict per (completion, answer, prompt), and returns them in order. Equal items are sent once.
-
         A request is sent at most 4 times until the deadline; then its items get verdicts with an error. Only scores are
-        remembered: a later call asks again about a failure.
-        """
+        remembered: a later call asks again about a failure."""
         with self._lock:
             verdicts = {item: Verdict(self._known[item]) for item in set(items) if item in self._known}
         self._count("known", sum(item in verdicts for item in items))

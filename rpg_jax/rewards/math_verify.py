@@ -12,12 +12,9 @@ _parse = functools.partial(parse, parsing_timeout=None)
 
 
 def math_verify(completion: str, answer: str) -> float:
-    """1.0 if an answer found in the completion (boxed answers first) equals the reference `answer`, else 0.0.
-
-    The reference is LaTeX, with or without \\boxed{…}, or a plain expression. SymPy decides equality: 1/2 equals 0.5.
-
-    Raises ValueError if the reference cannot be parsed.
-    """
+    """1.0 if an answer found in the completion (boxed answers first) equals the reference `answer`, else 0.0. The
+    reference is LaTeX, with or without \\boxed{…}, or a plain expression. SymPy decides equality: 1/2 equals 0.5.
+    Raises ValueError if the reference cannot be parsed."""
     reference = _reference(answer)
     if not reference:
         raise ValueError(f"math-verify cannot parse the reference answer {answer!r}")

@@ -80,11 +80,8 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
             return self._run(tasks)
 
     def wait_ready(self) -> None:
-        """Waits until every process has loaded its functions.
-
-        Raises ValueError if a function cannot be imported or takes other arguments, and ChildProcessError if a process
-        has ended before it was ready, four times.
-        """
+        """Waits until every process has loaded its functions. Raises ValueError if a function cannot be imported or
+        takes other arguments, and ChildProcessError if a process has ended before it was ready, four times."""
         with self._lock:
             while not all(process.ready for process in self._processes):
                 self._wait()

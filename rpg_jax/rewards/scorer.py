@@ -268,11 +268,8 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         return merge_equal_answers(read, equal)
 
     def _check_for_grades(self, scores: Sequence[float]) -> None:
-        """Looks for grades, which are neither right nor wrong without `right_above`.
-
-        A grade among the first scores is an error. A later grade is noted once: a run does not end for one rare score
-        after hundreds of steps.
-        """
+        """Looks for grades, which are neither right nor wrong without `right_above`. A grade among the first scores is
+        an error. A later grade is noted once: a run does not end for one rare score after hundreds of steps."""
         grade = next((score for score in scores if score not in (-1, 0, 1)), None)
         if grade is None or self._grade_noted:
             self._grades_refused -= len(scores)
@@ -297,9 +294,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
 
 
 def total_reward(turns: Turns) -> float:
-    """The sum of an environment's rewards for the turns of a completion.
-
-    If the environment has failed, a positive sum becomes 0: failing never pays.
-    """
+    """The sum of an environment's rewards for the turns of a completion. If the environment has failed, a positive sum
+    becomes 0: failing never pays."""
     paid = float(np.sum(turns.rewards, dtype=np.float64))
     return paid if turns.error is None else min(paid, 0.0)

@@ -57,11 +57,8 @@ class Verdict:
 
 
 def failure(error: BaseException) -> Verdict:
-    """The verdict of a function that raised `error`, with the message as detail.
-
-    The kind is "value" for BadScore, "memory" for MemoryError, "timeout" for TimeoutError, "unreachable" for another
-    OSError, "error" for all others.
-    """
+    """The verdict of a function that raised `error`, with the message as detail. The kind is "value" for BadScore,
+    "memory" for MemoryError, "timeout" for TimeoutError, "unreachable" for another OSError, "error" for all others."""
     if isinstance(error, BadScore):
         return Verdict(None, "value", str(error))
     kinds = {MemoryError: "memory", TimeoutError: "timeout", OSError: "unreachable"}
@@ -83,10 +80,8 @@ class FirstFailures:
 
     def look(self, problems: Iterable[Hashable], verdicts: Sequence[Verdict]) -> None:
         """Notes verdicts, and the keys of the problems that they belong to. Does nothing after the first success.
-
         Raises ValueError if no verdict so far is a success, and at least 16 distinct problems were seen. The message
-        has the first reason of this call.
-        """
+        has the first reason of this call."""
         failed = self._failed
         if failed is None:
             return
@@ -111,11 +106,8 @@ class BadScore(ValueError):
 
 
 def checked(returns: Literal["score", "object"], value: Any) -> Verdict:
-    """The verdict of a function that returned `value`.
-
-    Raises BadScore if `value` is not what `returns` asks for: "score", a finite number within ±1e6, or "object", a dict
-    of plain JSON of at most 1 MiB.
-    """
+    """The verdict of a function that returned `value`. Raises BadScore if `value` is not what `returns` asks for:
+    "score", a finite number within ±1e6, or "object", a dict of plain JSON of at most 1 MiB."""
     return Verdict(checked_score(value)) if returns == "score" else Verdict(None, value=checked_object(value))
 
 

@@ -45,9 +45,7 @@ def format_match(completion: str, *, pattern: str = "answer_line") -> float:
 
     "answer_line": the last line begins with "Answer:", and text follows. "boxed": the completion contains "\\boxed{".
     "number": a whole number, alone or after the first "#", with its sign before or after it. "think": the completion
-    begins with "<think>", and text follows the first "</think>".
-
-    Raises ValueError if the pattern is unknown.
+    begins with "<think>", and text follows the first "</think>". Raises ValueError if the pattern is unknown.
     """
     if pattern not in FORMATS:
         raise ValueError(f"unknown format {pattern!r}; known: {', '.join(FORMATS)}")
@@ -183,10 +181,9 @@ def resolve(name: str, functions: Functions = NO_FUNCTIONS) -> Verifier | None:
     A user's function is called with the strings (completion, answer, prompt), or (completion, answer) if it takes two,
     and with its options as keywords. It returns a number: at least 1 is right, 0 and -1 are wrong, other numbers are
     grades. A function named by "module:function" is not imported here. It runs in a worker process, where it cannot
-    write files, start processes or use the network. A function in `functions`, which a Python program handed over
-    under a name, runs in that program and may do all of this.
-
-    Raises ValueError if a function in `functions` takes other arguments.
+    write files, start processes or use the network. A function in `functions`, which a Python program handed over under
+    a name, runs in that program and may do all of this. Raises ValueError if a function in `functions` takes other
+    arguments.
     """
     if name in functions:
         function = functions[name]
@@ -197,19 +194,15 @@ def resolve(name: str, functions: Functions = NO_FUNCTIONS) -> Verifier | None:
 
 
 def paths(names: Iterable[str]) -> list[str]:
-    """The "module:function" of each verifier among the reward's parts `names`, sorted and without repetition.
-
-    Shaping terms ("format", "length", "overlong") are left out. "by_source" stands for all of `VERIFIERS`.
-    """
+    """The "module:function" of each verifier among the reward's parts `names`, sorted and without repetition. Shaping
+    terms ("format", "length", "overlong") are left out. "by_source" stands for all of `VERIFIERS`."""
     found = {v for name in names for v in (VERIFIERS.values() if name == BY_SOURCE else [resolve(name)]) if v}
     return sorted(verifier.path for verifier in found)
 
 
 def name_for_source(source: str) -> str:
-    """The name of the verifier for problems of the data set or task `source`; "exact" for "reasoning_gym/…".
-
-    Raises ValueError if the source is unknown.
-    """
+    """The name of the verifier for problems of the data set or task `source`; "exact" for "reasoning_gym/…". Raises
+    ValueError if the source is unknown."""
     if source.startswith("reasoning_gym/"):
         return "exact"
     if source not in SOURCES:
@@ -264,10 +257,8 @@ def deciding_part(weights: Mapping[str, float], accuracy: str | None) -> str:
 
 
 def needs_answers(weights: Mapping[str, float]) -> bool:
-    """Whether a part compares completions with reference answers.
-
-    Such parts are "by_source" and the verifiers that do not see the prompt. Other verifiers may do without an answer.
-    """
+    """Whether a part compares completions with reference answers. Such parts are "by_source" and the verifiers that do
+    not see the prompt. Other verifiers may do without an answer."""
     verifiers = {name: resolve(name) for name in weights if is_verifier(name)}
     return any(verifier is None or not verifier.sees_prompt for verifier in verifiers.values())
 
