@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def export(options: argparse.Namespace) -> None:
-    """Checks the flags of the command, writes the folder, and prints where. Raises ValueError if flags are missing."""
+    """Writes the folder --out, and prints so. Raises ValueError if flags are missing or clash, or it holds files."""
     if options.run is None or options.out is None:
         raise ValueError("give the run and where to write it: --run=runs/NAME --out=FOLDER")
     from rpg_jax.runs.policy import Policy, export_adapters, free_folder  # loads JAX: wrong flags need not wait for it

@@ -60,12 +60,10 @@ def sample(options: argparse.Namespace) -> None:
 
 
 def chat(options: argparse.Namespace, loaded: config_files.Loaded | None) -> None:
-    """A person at the terminal plays the environment of a config or a run, or talks with a policy.
-
-    Exactly one of `options.run`, `options.model` and `loaded`, the file of --config, is not None. With a model, or a
-    run without an environment, the person talks with the policy. Raises ValueError if two or none are given, if a
-    config has no environment, or if a run names code to import and --trust is not given.
-    """
+    """A person at the terminal plays the environment of a config or a run, or talks with a policy. Exactly one of
+    `options.run`, `options.model` and `loaded`, the file of --config, is not None. With a model, or a run without an
+    environment, the person talks with the policy. Raises ValueError if two or none are given, if a config has no
+    environment, or if a run names code to import and --trust is not given."""
     if (options.run, options.model, loaded).count(None) != 2:
         raise ValueError("--chat needs --run=runs/NAME, --model=NAME or --config=FILE, and one of them alone")
     from rpg_jax.runs import policy, run_folder  # loads JAX

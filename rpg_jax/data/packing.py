@@ -107,13 +107,9 @@ class Packing:
         self, arrays: Sequence[np.ndarray | jax.Array], groups: Sequence[int] | None = None
     ) -> list[list[np.ndarray]]:
         """Returns an array [n, …] of the values at its n tokens for each completion of each group, as `scatter` put it.
-
-        Device arrays are gathered from all hosts, so every host must call this.
-
-        Args:
-          arrays: [B, C, …] for each micro-batch, up to the last micro-batch that holds one of `groups`.
-          groups: the numbers of the groups to gather; None gathers all.
-        """
+        `arrays` are [B, C, …], one for each micro-batch, up to the last micro-batch that holds one of `groups`, the
+        numbers of the groups to gather; None gathers all. Device arrays are gathered from all hosts, so every host must
+        call this."""
         own = [x if isinstance(x, np.ndarray) else hosts.gathered(x) for x in arrays]
         chosen = range(len(self.places)) if groups is None else groups
         return [[own[m][row, first : first + n] for m, row, first, n in self.places[p]] for p in chosen]

@@ -25,7 +25,8 @@ class Reading:
     Attributes:
       template: prompt template, by its name in `prompts.TEMPLATES` or as a text with {question}. None keeps the data's
         own prompts, and puts questions without a prompt into the paper's template.
-      source: the problems' source; None takes it from the row's "source" or "data_source", else "unnamed".
+      source: the problems' source; None takes the row's "source" or "data_source", else "unnamed" (an official row must
+        have "data_source").
       shape: reads (question, answer) from a row; None means the official schema or the usual key names.
     """
 
@@ -54,12 +55,8 @@ class Report:
 
 
 class Row(Mapping[str, Any]):
-    """A row of a data set as a mapping that notes which of its columns were read.
-
-    Attributes:
-      looked_at: the columns read so far.
-      taken: the column that was read for a meaning: "question", "answer", "source", "demonstration".
-    """
+    """A row of a data set as a mapping that notes which of its columns were read: `looked_at` are all of them, and
+    `taken` has the column by its meaning: "question", "answer", "source", "demonstration"."""
 
     def __init__(self, row: Mapping[str, Any]):
         self._row, self.looked_at, self.taken = row, set[str](), dict[str, str]()

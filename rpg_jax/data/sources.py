@@ -151,7 +151,7 @@ def open_source(name: str, *, count: int, seed: int) -> tuple[Reading, Rows]:
 
 def file_rows(path: Path) -> list[Any]:
     """The unchanged rows of a .parquet, .jsonl or .json file, or of the .parquet and .jsonl files in a folder, by name.
-    Raises ValueError for a file that is empty or cannot be read, or a row that does not parse."""
+    Raises ValueError for an empty or damaged file and a row that does not parse, FileNotFoundError without a file."""
     found = list(_files(path))
     if bad := [f"{where}: {row}" for where, row in found if isinstance(row, BadRow)]:
         raise ValueError(bad[0])
@@ -279,7 +279,6 @@ SCHEMA = pyarrow.schema(
         ("demonstration", pyarrow.list_(pyarrow.string())),
     ]
 )
-
 
 SHARED_WORDS = 13
 """Words in a row that a training question and an evaluation question may not share."""

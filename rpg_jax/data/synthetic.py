@@ -56,12 +56,10 @@ class Arithmetic:
     def problems(
         self, split: Literal["train", "held_out"], count: int | None = None, *, seed: int = 0
     ) -> list[Problem]:
-        """Distinct problems of a split in an order drawn from `seed`, with distinct prompt ids.
-
-        Without `count` it returns all problems if there are at most 4,000,000. Otherwise it draws 100,000 problems, and
-        returns the problems of the split among them. Raises ValueError if the split is unknown, or has fewer than
-        `count` problems (without `count`: none).
-        """
+        """Distinct problems of a split in an order drawn from `seed`, with distinct prompt ids. Without `count` it
+        returns all problems if there are at most 4,000,000. Otherwise it draws 100,000 problems, and returns the
+        problems of the split among them. Raises ValueError if the split is unknown, or has fewer than `count` problems
+        (without `count`: none)."""
         if split not in ("train", "held_out"):
             raise ValueError(f"split must be 'train' or 'held_out', got {split!r}")
         space = len(self.operators) * 10 ** (2 * self.digits)
@@ -169,13 +167,11 @@ class Chains:
             raise ValueError(f"held_out must be in (0, 1), got {self.held_out}")
 
     def problems(self, name: str, count: int, *, seed: int = 0) -> list[Problem]:
-        """`count` distinct problems of a set, drawn from `seed`. A larger `count` only adds problems to the end.
-
-        The sets: "train"; "held out", chains of the same lengths; "harder", chains with one or two operations more than
-        the longest; "old skill", which has only 49 problems for each operator, so it may return fewer. No chain of a
+        """`count` distinct problems of a set, drawn from `seed`. A larger `count` only adds problems to the end. The
+        sets: "train"; "held out", chains of the same lengths; "harder", chains with one or two operations more than the
+        longest; "old skill", which has only 49 problems for each operator, so it may return fewer. No chain of a
         held-out set is in "train", whatever the argument `seed` is. Raises ValueError if the name is unknown, `count`
-        is above 100,000, or there are not so many chains.
-        """
+        is above 100,000, or there are not so many chains."""
         if name not in ("train", *CHAIN_SETS):
             raise ValueError(f"chains have the sets train, {', '.join(CHAIN_SETS)}; got {name!r}")
         if count > 100_000:

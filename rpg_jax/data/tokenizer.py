@@ -137,10 +137,8 @@ def train_sentencepiece(texts: Iterable[str], path: str | os.PathLike[str]) -> S
 
 
 class SentencePieceTokenizer:
-    """The SentencePiece model in `file`, without a chat template. Its end-of-text piece is the only stop token.
-
-    Raises ValueError if the file is no such model, or has no padding or end-of-text piece.
-    """
+    """The SentencePiece model in `file`, without a chat template. Its end-of-text piece is the only stop token. Raises
+    ValueError if the file is no such model, or has no padding or end-of-text piece."""
 
     chat: ChatTemplate | None = None
 
@@ -177,12 +175,10 @@ class SentencePieceTokenizer:
         return hashlib.sha256(self._model.serialized_model_proto()).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Makes `folder` and writes tokenizer.model, tokenizer.json and tokenizer_config.json there.
-
-        transformers and vLLM read them and give the same ids, with one exception: the text of a special piece, such as
-        "</s>", is one token there, and single characters here. Raises ValueError if a piece has several characters:
-        merges are not converted.
-        """
+        """Makes `folder` and writes tokenizer.model, tokenizer.json and tokenizer_config.json there. transformers and
+        vLLM read them and give the same ids, with one exception: the text of a special piece, such as "</s>", is one
+        token there, and single characters here. Raises ValueError if a piece has several characters: merges are not
+        converted."""
         model = self._model
         pieces = [model.id_to_piece(i) for i in range(model.get_piece_size())]
         special = {i for i in range(len(pieces)) if model.is_control(i) or model.is_unknown(i)}
@@ -300,11 +296,9 @@ def _stops(generation: Mapping[str, Any]) -> list[int]:
 
 
 class IncrementalDecoder:
-    """Decodes a growing completion piece by piece and never emits part of a character.
-
-    The pieces and the result of `flush`, joined, equal `tokenizer.decode` of all ids. Only the ids since the last
-    complete piece are decoded again, so that the cost of a token does not grow with the completion.
-    """
+    """Decodes a growing completion piece by piece and never emits part of a character. The pieces and the result of
+    `flush`, joined, equal `tokenizer.decode` of all ids. Only the ids since the last complete piece are decoded again,
+    so that the cost of a token does not grow with the completion."""
 
     def __init__(self, tokenizer: Codec):
         self._tokenizer = tokenizer

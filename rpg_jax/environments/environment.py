@@ -28,15 +28,9 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclasses.dataclass(frozen=True)
 class Posed:
-    """A problem as an environment sees it: the fields of the same names of `data.Problem`, all of them text.
-
-    Attributes:
-      prompt: the user's turn, with its prompt template.
-      answer: the reference answer, in the form that the verifier reads; "" if there is none.
-      question: the problem without the template.
-      system: the system turn; "" for none.
-      source: name of the task or data set.
-    """
+    """A problem as an environment sees it: fields of `data.Problem`, all of them text. `prompt` is the user's turn with
+    its prompt template, `question` the problem without the template, `answer` the reference answer ("" for none),
+    `system` the system turn ("" for none), `source` the task or data set."""
 
     prompt: str
     answer: str
@@ -72,11 +66,9 @@ class Turn:
 
 
 class Environment(Protocol):
-    """What a user's environment must have. The keywords of its class are the config's `environment.options`.
-
-    Both methods are pure: equal arguments give equal results, and nothing is kept between two calls. So any process may
-    run them, and another process may replace a process that was killed. Each method may be a coroutine function.
-    """
+    """What a user's environment must have. The keywords of its class are the config's `environment.options`. Both
+    methods are pure: equal arguments give equal results, and nothing is kept between two calls. So any process may run
+    them, and another process may replace a process that was killed. Each method may be a coroutine function."""
 
     def reset(self, problem: Posed) -> Sequence[Message] | Awaitable[Sequence[Message]]:
         """Opens the conversation: the messages of the prompt, at least one. The last one is not the assistant's."""
@@ -202,11 +194,9 @@ def _message(value: Any) -> dict[str, Any]:
 
 
 class WorkerEnvironment:
-    """Makes the environment at `path`, "module:Class", with `options` as keywords, and calls it with plain JSON.
-
-    This runs in a worker process. A coroutine is awaited. What the environment raises goes to the caller, as does
-    BadScore for a result of another form.
-    """
+    """Makes the environment at `path`, "module:Class", with `options` as keywords, and calls it with plain JSON. This
+    runs in a worker process. A coroutine is awaited. What the environment raises goes to the caller, as does BadScore
+    for a result of another form."""
 
     def __init__(self, path: str, options: Mapping[str, Any]):
         self._environment = Declaration(path).make(options)
@@ -226,12 +216,10 @@ class WorkerEnvironment:
 
 async def call(environment: Environment, name: str, problem: dict[str, str], *others: Any) -> dict[str, Any]:
     """Calls a method of an environment in this process: a coroutine function here, another in a thread of its own.
-
     `name` is "reset", with the result {"messages": messages}, or "step", with the further arguments messages and
     completion and the result {"observation": messages, "reward": float, "done": bool}. `problem` has the fields of
     `Posed`. If the call is cancelled, as at a deadline, the thread runs on until the method returns. Raises BadScore
-    for a result of another form, and what the method raises; RuntimeError in place of SystemExit in a thread.
-    """
+    for a result of another form, and what the method raises; RuntimeError in place of SystemExit in a thread."""
     method, arguments = getattr(environment, name), (Posed(**problem), *others)
     if inspect.iscoroutinefunction(method):
         return _checked_value(name, await method(*arguments))
@@ -267,16 +255,9 @@ def play(
     environment: Environment, problem: Posed, player: Player, *, turns: int
 ) -> tuple[list[Message], float, list[Message]]:
     """Plays one conversation of at most `turns` turns. The environment's methods must not be coroutine functions.
-
-    `player` gets the texts of the observations so far, and returns its next turn.
-
-    Returns:
-      prompt: the messages with which the environment opens.
-      reward: the sum over the turns.
-      conversation: the messages after the prompt. The first and the last message are the player's (the assistant's).
-
-    Raises BadScore if `reset` or `step` returns something of another form.
-    """
+    `player` gets the texts of the observations so far, and returns its next turn. Returns (the messages with which the
+    environment opens; the sum of the rewards; the messages after the opening, of which the first and the last are the
+    player's, with the role "assistant"). Raises BadScore if `reset` or `step` returns something of another form."""
     prompt: list[Message] = [*checked_messages(environment.reset(problem))]
     conversation: list[Message] = []
     observations: list[str] = []

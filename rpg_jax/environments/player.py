@@ -50,14 +50,9 @@ class Player:
 
     def respond(self, place: int, index: int, tokens: np.ndarray, finish_reason: FinishReason) -> Future[Reply]:
         """Begins the reply to a turn of completion `index` of prompt number `place`, in a thread. Returns at once.
-
-        The environment also sees a turn that is cut off, and the turn gets a reward. The future never raises. Its reply
-        has the tokens of the observation, or None if the conversation is over, the reward, and the kind of an error.
-
-        Args:
-          tokens: i32[n], the tokens of the turn; with the finish reason "stop" the last one is a stop token.
-          finish_reason: "stop", or "length" if the limit of tokens has cut the turn, which ends the conversation.
-        """
+        `tokens`, i32[n], are of the turn. With `finish_reason` "stop" the last one is a stop token; with "length" a
+        limit has cut the turn, which still gets a reward, and the conversation ends. The future never raises. Its reply
+        has the tokens of the observation, or None if the conversation is over, the reward, and the kind of an error."""
         return self._stage.submit(self._reply, (place, index), tokens, finish_reason)
 
     def check(self) -> None:

@@ -69,24 +69,18 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
         self._first = FirstFailures(f"environment.name={self.name}", "turn")
 
     def opened(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Waits for `reset` on each problem, and returns the problems with its messages as `messages`, in order. Raises
-        ValueError if `reset` fails on a problem, or the environment cannot be made, and ChildProcessError if the worker
-        processes do not start."""
+        """Waits for `reset` on each problem, and returns the problems in order, with its messages as `messages` where
+        they are not those of the problem's own prompt. Raises ValueError if `reset` fails on a problem, or the
+        environment cannot be made, and ChildProcessError if the worker processes do not start."""
         chunks = [problems[i : i + _TOGETHER] for i in range(0, len(problems), _TOGETHER)]
         return [problem for opened in self._threads.map(self._open, chunks) for problem in opened]
 
     def step(self, problem: Problem, messages: Sequence[Mapping[str, Any]], completion: str) -> Verdict:
         """Waits for the answer to a turn. Several threads may call this.
 
-        After a failure of the machinery (a deadline, a crash, no memory, an OSError) it asks again, once.
-
-        Args:
-          problem: the problem that the conversation is about.
-          messages: the conversation before the turn, the messages of `reset` first.
-          completion: the text of the turn, without its stop token.
-
-        Returns:
-          A verdict with the value {"observation": messages, "reward": float, "done": bool}, or with the kind of error.
+        `messages` are the conversation before the turn, those of `reset` first, and `completion` is the turn without
+        its stop token. Returns a verdict with the value {"observation": messages, "reward": float, "done": bool}, or
+        with the kind of error. After a deadline, a crash, a lack of memory or an OSError it asks again, once.
 
         Raises:
           ValueError: the environment cannot be made, or every turn of its first 16 problems has failed.

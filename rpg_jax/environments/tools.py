@@ -84,9 +84,7 @@ class ToolUse:
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A call that the model has written: `name` of the tool and `arguments` by name; or why the text is no call.
-
-    `error` is the reason, in words for the policy; None if the text is a call.
-    """
+    `error` is the reason, in words for the policy; None if the text is a call."""
 
     name: str = ""
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -94,12 +92,10 @@ class Call:
 
 
 def parse(completion: str) -> tuple[str, list[Call]]:
-    """Returns (the text outside thoughts and calls, without blanks around it; the calls in order).
-
-    A call is <tool_call>{"name": …, "arguments": {…}}</tool_call>. A call without the closing tag reaches to the end
-    of the completion. Text up to the last </think> is a thought, and its calls do not count. A block that is no JSON
-    object of this form is a `Call` with an `error`. The time is linear in the length.
-    """
+    """Returns (the text outside thoughts and calls, without blanks around it; the calls in order). A call is
+    <tool_call>{"name": …, "arguments": {…}}</tool_call>. A call without the closing tag reaches to the end of the
+    completion. Text up to the last </think> is a thought, and its calls do not count. A block that is no JSON object of
+    this form is a `Call` with an `error`. The time is linear in the length."""
     text = completion.rpartition(_THOUGHTS)[2]
     return _BLOCK.sub("", text).strip(), [_call(block) for block in _BLOCK.findall(text)]
 
@@ -165,12 +161,10 @@ class Tool:
 
 
 def make_tool(name: str, options: Mapping[str, Any]) -> Tool:
-    """Imports and returns the tool `name`: "calculator" or "module:name". The policy knows it by the last part.
-
-    At "module:name" is a function, or a class (or a function that makes functions) that is called with `options` as
+    """Imports and returns the tool `name`: "calculator" or "module:name". The policy knows it by the last part. At
+    "module:name" is a function, or a class (or a function that makes functions) that is called with `options` as
     keywords. Its arguments are annotated with str, int, float, bool, list or dict. Raises ValueError if there is no
-    such tool, or an argument has no such annotation.
-    """
+    such tool, or an argument has no such annotation."""
     if name not in TOOLS and ":" not in name:
         raise ValueError(f"unknown tool {name!r}; known: {', '.join([*TOOLS, 'module:name'])}")
     function = load(TOOLS.get(name, name), "tool")

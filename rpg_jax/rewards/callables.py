@@ -129,13 +129,11 @@ def _definition(given: Any) -> Any:
 
 
 def named(rewards: Callable[..., Any] | str | Mapping[Any, float]) -> tuple[dict[str, float], dict[str, Callable]]:
-    """Returns (the weight of each part by name, the functions among the parts by the same names).
-
-    `rewards` is a function, the name of a part (weight 1), or {function or name: weight}. The name of a function is
-    "module:qualname". A name "FOLDER/module.py:function" becomes "module:function", and FOLDER importable. Raises
-    ValueError if `rewards` has another form or is empty, a weight is no number, two parts have one name, there is no
-    such file, or a function cannot be called as (completion, answer, prompt) or (completion, answer).
-    """
+    """Returns (the weight of each part by name, the functions among the parts by the same names). `rewards` is a
+    function, the name of a part (weight 1), or {function or name: weight}. The name of a function is "module:qualname".
+    A name "FOLDER/module.py:function" becomes "module:function", and FOLDER is put into `sys.path`. Raises ValueError
+    if `rewards` has another form or is empty, a weight is no number, two parts have one name, there is no such file, or
+    a function cannot be called as (completion, answer, prompt) or (completion, answer)."""
     if isinstance(rewards, list | set) or rewards in ("", {}):
         raise ValueError(f"reward={rewards!r}: give a function, a name, or their weights, as {{'exact': 1.0}}")
     given = rewards if isinstance(rewards, Mapping) else {rewards: 1.0}
@@ -206,11 +204,9 @@ class Background:
 
 
 class InProcess:
-    """Calls a user's functions in this process: plain functions in the caller's thread, one after the other.
-
-    Async functions run together in a thread with an event loop, so the caller may have a running event loop, as a
-    notebook has. Their calls are cancelled after `deadline_s` seconds. Plain functions have no deadline.
-    """
+    """Calls a user's functions in this process: plain functions in the caller's thread, one after the other. Async
+    functions run together in a thread with an event loop, so the caller may have a running event loop, as a notebook
+    has. Their calls are cancelled after `deadline_s` seconds. Plain functions have no deadline."""
 
     def __init__(self, deadline_s: float):
         self._deadline_s = deadline_s

@@ -85,12 +85,10 @@ def boxed(completion: str, answer: str) -> float:
 
 
 def gsm8k(completion: str, answer: str) -> float:
-    """1.0 if the number after the completion's last "####" equals the reference number, else 0.0.
-
-    Numbers are compared as decimals: "1,000.0" is 1000. Only the last 300 characters of the completion are read. The
-    reference `answer` is the number, or the data set's whole solution, which ends in "#### number". Raises ValueError
-    if the reference holds no number.
-    """
+    """1.0 if the number after the completion's last "####" equals the reference number, else 0.0. Numbers are compared
+    as decimals: "1,000.0" is 1000. Only the last 300 characters of the completion are read. The reference `answer` is
+    the number, or the data set's whole solution, which ends in "#### number". Raises ValueError if the reference holds
+    no number."""
     reference = _number(answer.rpartition("####")[2])
     if reference is None:
         raise ValueError(f"reference answer without a number: {answer!r}")
@@ -111,12 +109,10 @@ def extract_answer(completion: str, verifier: str | None = None) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    """The spelling in which `math_dapo` and `boxed` compare the answer.
-
-    The rules, in this order: keep the text after the last "="; drop articles, escaped dollars, all blanks, unit words
-    and LaTeX spacing; replace a line by its first $…$, if any; drop \\text, \\textbf, \\overline and \\boxed, but not
-    what is inside; write \\frac12 and \\sqrt2 with braces; drop dollars; drop the commas of a whole number.
-    """
+    """The spelling in which `math_dapo` and `boxed` compare the answer. The rules, in this order: keep the text after
+    the last "="; drop articles, escaped dollars, all blanks, unit words and LaTeX spacing; replace a line by its first
+    $…$, if any; drop \\text, \\textbf, \\overline and \\boxed, but not what is inside; write \\frac12 and \\sqrt2 with
+    braces; drop dollars; drop the commas of a whole number."""
     answer = answer.rpartition("=")[2]
     for before, after in _REWRITES:
         answer = answer.replace(before, after)
@@ -219,7 +215,6 @@ _OF_VERIFIER: dict[str, Callable[[str], str | None]] = {
     "gsm8k": _decimal,
     "countdown": expression.last_expression,
 }
-
 
 MOST_COMPARED = 32
 """The verifier compares this many spellings of a problem's answer, the most frequent: at most 496 pairs a problem."""

@@ -48,10 +48,8 @@ _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 class Failed(Exception):
-    """A request failed.
-
-    `kind` is "status", "timeout" or "unreachable". `again`: another attempt may help, `after` seconds at the earliest.
-    """
+    """A request failed. `kind` is "status", "timeout" or "unreachable". `again`: another attempt may help, `after`
+    seconds at the earliest."""
 
     def __init__(self, kind: str, detail: str, *, again: bool = False, after: float = 0.0):
         super().__init__(detail)

@@ -42,7 +42,7 @@ _FIRST_SCORES = 1000  # a part of the first step of a large run, the first steps
 
 
 class Scorable(Protocol):
-    """The fields of a problem that a scorer reads."""
+    """What a scorer reads of a problem: its prompt, its reference answer, and the name of its data set or task."""
 
     @property
     def prompt(self) -> str: ...
@@ -180,17 +180,10 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         return Scores(rewards, unshaped, accuracy, parts, dict(errors), failures[self._accuracy], failed)
 
     def answers(self, problems: Sequence[Scorable], texts: Sequence[Sequence[str]]) -> list[list[str | None]]:
-        """The answers in the completions of P problems, for majority votes. No reference answer is read.
-
-        Args:
-          problems: P problems.
-          texts: for each problem the texts of its completions.
-
-        Returns:
-          For each problem the answer in each completion, as the verifier that decides accuracy reads answers; None
-          where it finds none. Answers to one problem that this verifier finds equal are the same text. "math_verify"
-          compares the answers with each other in the worker processes, which takes time.
-        """
+        """The answers in the completions of P problems, for majority votes. No reference answer is read. `texts` has
+        for each problem the texts of its completions. The result has in their place the answers that the verifier that
+        decides accuracy reads, or None where it finds none. Answers to one problem that this verifier finds equal are
+        the same text. "math_verify" compares answers in the worker processes, which takes time."""
         by_source = self._accuracy == BY_SOURCE
         places = collections.defaultdict[str, list[int]](list)
         for place, problem in enumerate(problems):

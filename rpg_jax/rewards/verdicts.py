@@ -24,14 +24,9 @@ _FIRST_PROBLEMS = 16  # of fewer, all may by chance be unreadable for a verifier
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One call of a function.
-
-    Attributes:
-      function: "module:function", or "module:Class.method" of an object that a worker process has made.
-      arguments: positional arguments, plain JSON.
-      options: keyword arguments, plain JSON.
-      returns: "score", a number, or "object", a dict of plain JSON.
-    """
+    """One call of `function`: "module:function", or "module:Class.method" of an object that a worker process has made.
+    `arguments` are positional, `options` keywords, all plain JSON. The call `returns` a "score", a number, or an
+    "object", a dict of plain JSON."""
 
     function: str
     arguments: tuple[Any, ...]
@@ -41,14 +36,9 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The result of a task: one of `score`, `value` and `error` is set, and the others are None.
-
-    Attributes:
-      score: a finite number within ±1e6.
-      error: the kind of failure, one of `KINDS`.
-      detail: text about the failure, for people.
-      value: a dict of plain JSON.
-    """
+    """The result of a task: one of `score`, `value` and `error` is set, and the others are None. `score` is a finite
+    number within ±1e6, `value` a dict of plain JSON, `error` the kind of failure, one of `KINDS`, and `detail` a text
+    about the failure, for people."""
 
     score: float | None
     error: str | None = None
@@ -67,12 +57,8 @@ def failure(error: BaseException) -> Verdict:
 
 
 class FirstFailures:
-    """Notices that a reward or an environment fails on everything. Several threads may use it.
-
-    Args:
-      what: name of the reward or environment, for the error's message.
-      unit: name of what one verdict judges, for the message: "completion" or "turn".
-    """
+    """Notices that a reward or an environment fails on everything. Several threads may use it. For the message, `what`
+    names the reward or environment, and `unit` what one verdict judges: "completion" or "turn"."""
 
     def __init__(self, what: str, unit: str):
         self._what, self._unit = what, unit
@@ -143,13 +129,10 @@ def check_call(function: Callable[..., Any], path: str, arguments: Sequence[str]
     All are given, with one exception. A reward (its arguments are completion, answer, prompt) may leave the prompt out:
     it has two positional arguments, or its third has a default and another name than "prompt".
 
-    Args:
-      function: is not called. A function without a signature, as some builtin functions are, passes unchecked.
-      path: "module:function", for the message.
-      arguments: the names of the positional arguments that a call offers.
-
-    Raises ValueError if the function cannot be called so, if its `completion` or `prompt` stands in another place, or
-    if it takes `completions` or `prompts`: it would expect lists, as TRL's rewards do.
+    `arguments` are the names of the positional arguments that a call offers; `path`, "module:function", is for the
+    message. A function without a signature, as some builtin functions are, passes. Raises ValueError if the function
+    cannot be called so, if its `completion` or `prompt` stands in another place, or if it takes `completions` or
+    `prompts`: it would expect lists, as TRL's rewards do.
     """
     try:
         signature = inspect.signature(function)

@@ -41,26 +41,18 @@ FORMATS: dict[str, Callable[[str], bool]] = {
 
 
 def format_match(completion: str, *, pattern: str = "answer_line") -> float:
-    """1.0 if the completion has the form named `pattern`, else 0.0.
-
-    "answer_line": the last line begins with "Answer:", and text follows. "boxed": the completion contains "\\boxed{".
-    "number": a whole number, alone or after the first "#", with its sign before or after it. "think": the completion
-    begins with "<think>", and text follows the first "</think>". Raises ValueError if the pattern is unknown.
-    """
+    """1.0 if the completion has the form named `pattern`, else 0.0. "answer_line": the last line begins with "Answer:",
+    and text follows. "boxed": the completion contains "\\boxed{". "number": a whole number, alone or after the first
+    "#", with its sign before or after it. "think": the completion begins with "<think>", and text follows the first
+    "</think>". Raises ValueError if the pattern is unknown."""
     if pattern not in FORMATS:
         raise ValueError(f"unknown format {pattern!r}; known: {', '.join(FORMATS)}")
     return float(FORMATS[pattern](completion))
 
 
 def length_penalty(lengths: np.ndarray, *, limit: int) -> np.ndarray:
-    """-n / limit for each completion of n tokens, f32[N]: from 0 to -1 within the limit, below -1 beyond it.
-
-    Args:
-      lengths: i32[N], tokens of N completions.
-      limit: tokens.
-
-    Raises ValueError if `limit` is below 1.
-    """
+    """-n / limit, f32[N]: from 0 to -1 within the limit of tokens, below -1 beyond. `lengths`, i32[N], has the number
+    n of tokens of each completion. Raises ValueError if `limit` is below 1."""
     if limit < 1:
         raise ValueError(f"length limit must be >= 1 token, got {limit}")
     return -np.asarray(lengths, np.float32) / np.float32(limit)
@@ -219,16 +211,11 @@ def check(
 ) -> None:
     """Checks the parts of a reward before a `Scorer` is made. Starts no process, and imports no user's function.
 
-    Args:
-      weights: the weight of each part by name.
-      options: keyword arguments of parts, by the part's name.
-      accuracy: the part that decides whether a completion is right; None: the first verifier.
-      right_above: a completion is right if the deciding score is above this number; None: if it is at least 1.
-
-    Raises:
-      ValueError: a part is unknown, an option is unknown, missing, out of its range or for a part without a weight, a
-        weight is not within ±1e6, no part is a verifier, `accuracy` is not a verifier among the parts, or the judge
-        decides accuracy without `right_above`.
+    `weights` and `options` (keywords) are by the part's name. `accuracy` is the part that decides whether a completion
+    is right (None: the first verifier): if its score is above `right_above` (None: at least 1). Raises ValueError if a
+    part is unknown, an option is unknown, missing, out of its range or for a part without a weight, a weight is not
+    within ±1e6, no part is a verifier, `accuracy` is not a verifier among the parts, or the judge decides accuracy
+    without `right_above`.
     """
     for name in {**weights, **options}:
         if name not in weights:
