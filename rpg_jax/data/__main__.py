@@ -54,8 +54,7 @@ def inspect(options: argparse.Namespace, console: Console) -> None:
     """Prints counts by source, columns, lengths, bad rows and the first `options.examples` problems of the sources.
     With `options.config`, a file, the config gives the sources and the template that the command line leaves out. The
     output then counts tokens too, and the prompts and demonstrations that are too long for the config. Raises
-    ValueError without sources, for overrides without a config, for a config that is not valid, and if a source cannot
-    be read."""
+    ValueError without sources, for overrides without a config, for a wrong config, and if a source cannot be read."""
     seen = None
     if options.config is not None:
         from rpg_jax.runs import experiment  # loads JAX: inspecting without a config need not wait for it

@@ -74,8 +74,7 @@ class Group:
 
     def rescored(self, members: np.ndarray, again: "Group") -> "Group":
         """A copy in which completions have new scores: number members[i] those of completion i of the group `again`.
-        `members` is i64[n]; `again` has n completions. Both groups have `parts`, `unshaped`, `failures` and
-        `failed`."""
+        `members` is i64[n]; `again` has n completions. Both groups have all optional kinds of scores."""
         scores: dict[str, Any] = {}
         for name in ("rewards", "accuracy", "parts", "unshaped", "failures", "failed"):
             own = getattr(self, name)

@@ -108,8 +108,7 @@ class Packing:
     ) -> list[list[np.ndarray]]:
         """Returns an array [n, …] of the values at its n tokens for each completion of each group, as `scatter` put it.
         `arrays` are [B, C, …], one for each micro-batch, up to the last micro-batch that holds one of `groups`, the
-        numbers of the groups to gather; None gathers all. Device arrays are gathered from all hosts, so every host must
-        call this."""
+        numbers of the groups to gather; None gathers all. Every host must call this: it gathers device arrays."""
         own = [x if isinstance(x, np.ndarray) else hosts.gathered(x) for x in arrays]
         chosen = range(len(self.places)) if groups is None else groups
         return [[own[m][row, first : first + n] for m, row, first, n in self.places[p]] for p in chosen]
@@ -143,8 +142,7 @@ class RolloutBatch(Generic[P]):
 
     def of_sampled(self, arrays: Sequence[np.ndarray | jax.Array]) -> list[list[np.ndarray]]:
         """For each completion of each group the values [m, …] at the m tokens that the policy sampled. Tokens that an
-        environment wrote are left out. `arrays` are [B, C, …], one for each micro-batch. Every host must call this:
-        device arrays are gathered from all hosts."""
+        environment wrote are left out. `arrays` are [B, C, …], one for each micro-batch. Every host must call this."""
         return [
             [x[completion.sampled] for x, completion in zip(own, group.completions, strict=True)]
             for own, group in zip(self.packing.gather(arrays), self.groups, strict=True)

@@ -57,9 +57,8 @@ class Arithmetic:
         self, split: Literal["train", "held_out"], count: int | None = None, *, seed: int = 0
     ) -> list[Problem]:
         """Distinct problems of a split in an order drawn from `seed`, with distinct prompt ids. Without `count` it
-        returns all problems if there are at most 4,000,000. Otherwise it draws 100,000 problems, and returns the
-        problems of the split among them. Raises ValueError if the split is unknown, or has fewer than `count` problems
-        (without `count`: none)."""
+        returns all problems if there are at most 4,000,000. Otherwise it draws 100,000, and returns those of the split.
+        Raises ValueError if the split is unknown, or has fewer than `count` problems (without `count`: none)."""
         if split not in ("train", "held_out"):
             raise ValueError(f"split must be 'train' or 'held_out', got {split!r}")
         space = len(self.operators) * 10 ** (2 * self.digits)

@@ -177,8 +177,7 @@ class SentencePieceTokenizer:
     def save(self, folder: Path) -> None:
         """Makes `folder` and writes tokenizer.model, tokenizer.json and tokenizer_config.json there. transformers and
         vLLM read them and give the same ids, with one exception: the text of a special piece, such as "</s>", is one
-        token there, and single characters here. Raises ValueError if a piece has several characters: merges are not
-        converted."""
+        token there, and single characters here. Raises ValueError if a piece has several characters."""
         model = self._model
         pieces = [model.id_to_piece(i) for i in range(model.get_piece_size())]
         special = {i for i in range(len(pieces)) if model.is_control(i) or model.is_unknown(i)}

@@ -36,8 +36,7 @@ _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 class ToolUse:
     """Answers a turn with tool calls by the results of the calls. The first turn without a call is the final answer.
 
-    The first message describes the tools to the chat template. The policy reads an error as the result of a call that
-    cannot be made.
+    The first message describes the tools to the chat template. The result of a call that cannot be made is an error.
 
     Args:
       tools: options by the name of a tool: "calculator", or "module:name" of a function, or of a class that the
@@ -67,8 +66,7 @@ class ToolUse:
         return [{**first, "tools": [tool.description for tool in self._tools.values()]}, *others]
 
     def step(self, problem: Posed, messages: Sequence[Message], completion: str) -> Turn:
-        """A message of the role "tool" for each call in `completion`, or without a call the score and the end.
-        `messages` are not read."""
+        """A message of the role "tool" for each call in `completion`; without a call the score and the end."""
         text, calls = parse(completion)
         if not calls:
             return Turn("", self._score(problem, text), True)
@@ -135,7 +133,7 @@ class Tool:
 
     @property
     def description(self) -> dict[str, Any]:
-        """The tool as chat templates take it: the JSON schema of OpenAI's function calling. The text is the first
+        """The tool as chat templates take it: the JSON schema of OpenAI's function calling, with the first
         paragraph of the function's docstring."""
         about = " ".join((inspect.getdoc(self.function) or "").partition("\n\n")[0].split())
         properties = {name: {"type": _TYPES[kind][0]} for name, kind in self.types.items()}

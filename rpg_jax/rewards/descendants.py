@@ -52,8 +52,7 @@ def keep() -> None:
 
 def own_pid_namespace(libc: ctypes.CDLL) -> bool:
     """Lets this process start its later children in a new PID namespace. Returns False if the system refuses. Where
-    only a new user namespace allows it, this process enters one, and keeps its rights. `libc` is the C library of this
-    process."""
+    only a new user namespace allows it, this process enters one, and keeps its rights. `libc` is the C library."""
     if libc.unshare(_CLONE_NEWPID) == 0:
         return True
     uid, gid = os.getuid(), os.getgid()

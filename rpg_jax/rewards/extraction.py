@@ -87,8 +87,7 @@ def boxed(completion: str, answer: str) -> float:
 def gsm8k(completion: str, answer: str) -> float:
     """1.0 if the number after the completion's last "####" equals the reference number, else 0.0. Numbers are compared
     as decimals: "1,000.0" is 1000. Only the last 300 characters of the completion are read. The reference `answer` is
-    the number, or the data set's whole solution, which ends in "#### number". Raises ValueError if the reference holds
-    no number."""
+    the number, or the data set's whole solution, which ends in "#### number". Raises ValueError if it has no number."""
     reference = _number(answer.rpartition("####")[2])
     if reference is None:
         raise ValueError(f"reference answer without a number: {answer!r}")
@@ -239,8 +238,7 @@ def merge_equal_answers(problems: Sequence[Sequence[Read | None]], equal: Equal)
     Two completions have one answer if both write the same text, or if a chain of equal pairs joins the two texts. So
     equality is transitive here. The equality of math-verify is not (5 = 5 % = 0.05). Spellings are compared in rounds:
     each spelling with the next most frequent spelling, then with the second next, and so on. A pair is left out if a
-    chain joins it already, if two comparisons of a spelling failed, or if a spelling is not among the problem's 32
-    most frequent spellings.
+    chain joins it already, if two comparisons of a spelling failed, or if a spelling is not among the 32 most frequent.
 
     Args:
       problems: for each problem an item for each completion: the answer read, or None where none was found.

@@ -287,7 +287,6 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
 
 
 def total_reward(turns: Turns) -> float:
-    """The sum of an environment's rewards for the turns of a completion. If the environment has failed, a positive sum
-    becomes 0: failing never pays."""
+    """The sum of the turns' rewards; at most 0 if the environment has failed: failing never pays."""
     paid = float(np.sum(turns.rewards, dtype=np.float64))
     return paid if turns.error is None else min(paid, 0.0)

@@ -25,8 +25,7 @@ _FIRST_PROBLEMS = 16  # of fewer, all may by chance be unreadable for a verifier
 @dataclasses.dataclass(frozen=True)
 class Task:
     """One call of `function`: "module:function", or "module:Class.method" of an object that a worker process has made.
-    `arguments` are positional, `options` keywords, all plain JSON. The call `returns` a "score", a number, or an
-    "object", a dict of plain JSON."""
+    `arguments` are positional, `options` keywords, all plain JSON. It `returns` a number ("score") or a dict ("object")."""
 
     function: str
     arguments: tuple[Any, ...]
@@ -37,8 +36,7 @@ class Task:
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """The result of a task: one of `score`, `value` and `error` is set, and the others are None. `score` is a finite
-    number within ±1e6, `value` a dict of plain JSON, `error` the kind of failure, one of `KINDS`, and `detail` a text
-    about the failure, for people."""
+    number within ±1e6, `value` a dict of plain JSON, `error` one of `KINDS`, and `detail` says more about it."""
 
     score: float | None
     error: str | None = None
@@ -66,8 +64,7 @@ class FirstFailures:
 
     def look(self, problems: Iterable[Hashable], verdicts: Sequence[Verdict]) -> None:
         """Notes verdicts, and the keys of the problems that they belong to. Does nothing after the first success.
-        Raises ValueError if no verdict so far is a success, and at least 16 distinct problems were seen. The message
-        has the first reason of this call."""
+        Raises ValueError if no verdict so far is a success, and at least 16 distinct problems were seen."""
         failed = self._failed
         if failed is None:
             return
