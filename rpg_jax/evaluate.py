@@ -79,7 +79,7 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def changes(options: argparse.Namespace) -> dict[str, Any]:
-    """The values of the config fields that the flags replace, by dotted name; a flag that is not given has none."""
+    """The values of the config fields that the flags replace, by dotted name; a flag that is None replaces none."""
     from rpg_jax.rewards.callables import in_file
 
     sets = options.sets is not None

@@ -25,7 +25,7 @@ _FIRST_PROBLEMS = 16  # of fewer, all may by chance be unreadable for a verifier
 @dataclasses.dataclass(frozen=True)
 class Task:
     """One call of `function`: "module:function", or "module:Class.method" of an object that a worker process has made.
-    `arguments` are positional, `options` keywords, all plain JSON. It `returns` a number ("score") or a dict ("object")."""
+    `arguments` are positional, `options` keywords, all JSON. It `returns` a number: "score", or a dict: "object"."""
 
     function: str
     arguments: tuple[Any, ...]
