@@ -70,17 +70,14 @@ class Tokenizer(Codec, Protocol):
     chat: ChatTemplate | None
 
     def name(self, token: int) -> str:
-        """The text of a token, also of a special token."""
         """The text of a token, also of a special token such as "<|im_end|>"."""
         ...
 
     def unknown(self, text: str) -> str:
         """The distinct characters of `text` that have no token, in order."""
-        """The distinct characters of `text` that have no token, in order."""
         ...
 
     def digest(self) -> str:
-        """The SHA-256 of the model, in hex."""
         """A SHA-256 in hex of all that encoding, decoding, stop tokens and the chat template depend on."""
         ...
 
