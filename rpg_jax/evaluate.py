@@ -23,6 +23,7 @@ _STOPPED = 128 + signal.SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command with the arguments `argv`, by default those of the process; returns its exit code."""
     parser = cli.parser("evaluate", __doc__)
     parser.add_config()
     parser.add_argument("--run", help="folder of the run whose checkpoint is evaluated")
@@ -47,10 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    """Checks the flags, and evaluates a checkpoint of a run or a model in Hugging Face layout; returns the exit code.
-
-    Raises ValueError where the flags do not name a policy.
-    """
+    """Checks the flags, evaluates the policy, and writes the results. `options` has the flags of the command. Returns
+    the exit code: 0, or 130 if a signal stopped the evaluation; the same command continues it. Raises ValueError if the
+    flags do not name one policy, or do not fit together."""
     loaded = cli.load_config(options)
     if (options.run is None) == (options.folder is None):
         raise ValueError("which policy? Give either --run=runs/NAME or --folder=MODEL with --config=FILE")
@@ -79,7 +79,7 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def changes(options: argparse.Namespace) -> dict[str, Any]:
-    """The config fields that the flags replace, by dotted name."""
+    """The values of the config fields that the flags replace, by dotted name; a flag that is None replaces none."""
     from rpg_jax.rewards.callables import in_file
 
     sets = options.sets is not None

@@ -15,6 +15,7 @@ from rpg_jax.runs import cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command with the arguments `argv`, by default those of the process; returns its exit code."""
     parser = cli.parser("export", __doc__)
     parser.add_argument("--run", help="folder of the run")
     parser.add_argument("--out", help="folder to write; must not hold a model already")
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def export(options: argparse.Namespace) -> None:
-    """Checks the flags and exports."""
+    """Writes the folder --out, and prints so. Raises ValueError if flags are missing or clash, or it holds files."""
     if options.run is None or options.out is None:
         raise ValueError("give the run and where to write it: --run=runs/NAME --out=FOLDER")
     from rpg_jax.runs.policy import Policy, export_adapters, free_folder  # loads JAX: wrong flags need not wait for it

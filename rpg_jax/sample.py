@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command with the arguments `argv`, by default those of the process; returns its exit code."""
     parser = cli.parser("sample", __doc__)
     parser.add_config()
     parser.add_argument("--run", help="folder of the run, local or gs://BUCKET/…")
@@ -37,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def sample(options: argparse.Namespace) -> None:
-    """Prints each prompt and, indented, its completions. A completion that the limit cuts ends with "…". Or chats."""
+    """Prints each prompt and, indented, its completions; with --chat it chats. `options` has the flags of the command.
+    A completion that the limit of tokens cuts ends with "…". Raises ValueError if the flags do not fit together."""
     loaded = cli.load_config(options)
     if options.chat:
         chat(options, loaded)
@@ -58,14 +60,10 @@ def sample(options: argparse.Namespace) -> None:
 
 
 def chat(options: argparse.Namespace, loaded: config_files.Loaded | None) -> None:
-    """Plays the environment of a config or a run, or talks with a policy.
-
-    Exactly one of `options.run`, `options.model` and `loaded`, the file of --config, is not None. A person plays
-    the environment; with a model, or a run without an environment, a person talks with the policy.
-
-    Raises ValueError if two or none are given, if a config has no environment, or if a run names code to import and
-    --trust is not given.
-    """
+    """A person at the terminal plays the environment of a config or a run, or talks with a policy. Exactly one of
+    `options.run`, `options.model` and `loaded`, the file of --config, is not None. With a model, or a run without an
+    environment, the person talks with the policy. Raises ValueError if two or none are given, if a config has no
+    environment, or if a run names code to import and --trust is not given."""
     if (options.run, options.model, loaded).count(None) != 2:
         raise ValueError("--chat needs --run=runs/NAME, --model=NAME or --config=FILE, and one of them alone")
     from rpg_jax.runs import policy, run_folder  # loads JAX
@@ -86,7 +84,9 @@ def chat(options: argparse.Namespace, loaded: config_files.Loaded | None) -> Non
 
 
 def play(config: ConfigDict, seed: int, read: Callable[[str], str] = input) -> None:
-    """A person is the policy: answers the held-out problem number `seed` of the first set, turn by turn."""
+    """A person is the policy: answers a problem of the config's environment turn by turn, and sees the rewards. The
+    problem is number `seed`, modulo their number, of the first held-out set. `read` shows a prompt and returns the
+    typed line; an empty line or the end of the input ends the conversation."""
     from rpg_jax.runs.experiment import make_stage  # loads JAX
     from rpg_jax.runs.problems import Task
 
@@ -111,7 +111,8 @@ def play(config: ConfigDict, seed: int, read: Callable[[str], str] = input) -> N
 
 
 def talk(opened: Policy, temperature: float, seed: int, read: Callable[[str], str] = input) -> None:
-    """A person talks with a policy, which reads the whole conversation at every turn."""
+    """A person talks with a policy, which reads the whole conversation at every turn. Prints the answers in pieces.
+    `read` shows a prompt and returns the typed line; an empty line or the end of the input ends the conversation."""
     messages: list[dict[str, str]] = []
     while said := _line(read):
         messages.append({"role": "user", "content": said})

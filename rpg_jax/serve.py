@@ -29,6 +29,7 @@ from rpg_jax.runs import cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command with the arguments `argv`, by default those of the process; returns its exit code."""
     parser = cli.parser("serve", __doc__)
     parser.add_config()
     parser.add_argument("--run", help="folder of the run whose checkpoint is served")
@@ -59,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Checks the flags and serves; returns the exit code. Raises ValueError where the flags do not name a policy."""
+    """Checks the flags of the command, serves until a signal or --idle ends the server, and returns the exit code.
+    Raises ValueError if the flags do not name one policy, or do not fit together."""
     if (options.announce or options.announce_name) and (options.http_port is None or not options.announce):
         raise ValueError("--announce=FOLDER, which --announce_name needs, is of the HTTP address: add --http_port=8000")
     if options.model is not None and options.config is None:  # the fields that a config would have

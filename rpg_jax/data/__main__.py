@@ -27,11 +27,14 @@ _SHOWN_CHARACTERS = 600
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command with the arguments `argv`, by default those of the process; returns its exit code."""
     return cli.run(lambda options: options.run(options, screen.console()), _parser(), argv)
 
 
 def prepare(options: argparse.Namespace, console: Console) -> None:
-    """Loads problems, removes repetitions and problems of evaluations, writes a file, and prints what was removed."""
+    """Loads problems, removes those of `options.against`, and writes the parquet file `options.output`. Repetitions
+    become samples of one problem. Prints counts to `console`, and skipped rows to standard error. Raises ValueError
+    without sources, if a source cannot be read, or if no problem is left."""
     if not options.sources:
         raise ValueError("what to prepare? Give files or data sets")
     problems, report = _load(options)
@@ -49,12 +52,9 @@ def prepare(options: argparse.Namespace, console: Console) -> None:
 
 def inspect(options: argparse.Namespace, console: Console) -> None:
     """Prints counts by source, columns, lengths, bad rows and the first `options.examples` problems of the sources.
-
     With `options.config`, a file, the config gives the sources and the template that the command line leaves out. The
-    output then counts tokens too, and the prompts and demonstrations that are too long for the config.
-
-    Raises ValueError without sources, for overrides without a config, and as `load` and `experiment.data_settings` do.
-    """
+    output then counts tokens too, and the prompts and demonstrations that are too long for the config. Raises
+    ValueError without sources, for overrides without a config, for a wrong config, and if a source cannot be read."""
     seen = None
     if options.config is not None:
         from rpg_jax.runs import experiment  # loads JAX: inspecting without a config need not wait for it

@@ -24,9 +24,9 @@ class ChatTemplate:
 
     Args:
       template: Jinja source, or the list of {name, template} that some repositories have ("default" is used).
-      special_tokens: bos_token, eos_token, … that the template may write.
+      special_tokens: texts by the names that the template may write: bos_token, eos_token, ….
 
-    Raises ValueError if the template does not parse.
+    Raises ValueError if the template does not parse, or a list has no "default".
     """
 
     def __init__(self, template: str | Sequence[Mapping[str, str]], special_tokens: Mapping[str, str] | None = None):
@@ -50,13 +50,15 @@ class ChatTemplate:
     def __call__(
         self, messages: Sequence[Mapping[str, Any]], *, thinking: bool = True, add_generation_prompt: bool = True
     ) -> str:
-        """The prompt text; `thinking` is Qwen3's `enable_thinking`, which other templates ignore.
+        """The text of a conversation, for the model to continue. Several threads may call this.
 
-        The template sees the `tools` of the first message as its tools. It sees the keys `SEEN` of every message.
+        Args:
+          messages: {"role", "content", …}; other keys than `SEEN` are hidden. "tools" of the first are the tools.
+          thinking: Qwen3's `enable_thinking`, which other templates ignore.
+          add_generation_prompt: end with the beginning of the assistant's next turn.
 
-        Raises:
-          ValueError: the template rejects the messages, fails, or tries something that the sandbox forbids; or the
-            template takes more than `STEPS` steps, or makes a text of more than `CHARACTERS` characters.
+        Raises ValueError if the template rejects the messages or fails, tries what the sandbox forbids, takes more than
+        100,000 loop turns and calls, or makes a text of more than 10,000,000 characters.
         """
         seen = [{key: value for key, value in message.items() if key in SEEN} for message in messages]
         tools = (messages[0].get("tools") if messages else None) or None

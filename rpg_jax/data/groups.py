@@ -1,4 +1,4 @@
-"""Groups, and their encoding in bytes for other processes and for checkpoints, exact to the bit."""
+"""A group is a prompt's completions with scores. Groups as bytes, for other processes and checkpoints, bit by bit."""
 
 import base64
 import dataclasses
@@ -24,15 +24,15 @@ class Group:
       problem: the prompt as text, with its answer.
       prompt: i32[n] token ids.
       completions: G completions.
-      texts: the completions as people read them, see `shown`.
-      rewards: f32[G], shaped.
-      accuracy: f32[G], raw, in [0, 1].
+      texts: the completions as people read them, with marks around what an environment wrote.
+      rewards: f32[G], the weighted sum of all parts, shaping terms included.
+      accuracy: f32[G], 1 where the answer is right, else 0.
       behaviour_logprobs: G arrays f32[n], log π_old of every token; NaN where the trainer must compute log π_old. None
         if the present weights sampled the whole group; then the trainer computes log π_old of all tokens.
-      failures: for each completion the kind of failure of its verdict (see `rewards.Scores`), or None if the verdict
-        did not fail; may be empty.
-      failed: for each completion the kind of failure if the verifier or the environment itself failed, else None (see
-        `rewards.Scores`); may be empty.
+      failures: for each completion the kind of failure (as "timeout") of the verdict that decides accuracy, or None if
+        the verdict did not fail; empty if none is known.
+      failed: for each completion the kind of failure if the verifier or the environment itself failed, else None: the
+        text is not to blame, and the reward is unknown; empty if none failed.
       parts: f32[G, N], the parts of the rewards, unweighted, in the config's order; None if the parts are not known.
       unshaped: f32[G], the rewards without their shaping terms; None if `accuracy` has the same information.
     """
@@ -51,15 +51,13 @@ class Group:
 
     @property
     def judged(self) -> np.ndarray:
-        """bool[G]: whether the reward of a completion is known, that is, `failed` has no kind for the completion."""
+        """bool[G]: whether the reward of a completion is known: `failed` is empty or None for the completion."""
         return np.array([kind is None for kind in self.failed] or [True] * len(self.completions))
 
     @property
     def counted(self) -> np.ndarray:
         """bool[G]: the `judged` completions. The update trains on them, and the baseline is the mean of their rewards.
-
-        If only one of several completions is judged, no other reward can be compared with its reward: all are False.
-        """
+        If only one of several completions is judged, no other reward can be compared with its reward: all are False."""
         judged = self.judged
         return judged & (judged.sum() > 1 or len(judged) == 1)
 
@@ -75,7 +73,8 @@ class Group:
         return bool(scores.size and scores.min() < scores.max())
 
     def rescored(self, members: np.ndarray, again: "Group") -> "Group":
-        """A copy of this group in which the completions with indices `members`, i64[n], have the scores of `again`."""
+        """A copy in which completions have new scores: number members[i] those of completion i of the group `again`.
+        `members` is i64[n]; `again` has n completions. Both groups have all optional kinds of scores."""
         scores: dict[str, Any] = {}
         for name in ("rewards", "accuracy", "parts", "unshaped", "failures", "failed"):
             own = getattr(self, name)
@@ -86,26 +85,24 @@ class Group:
 
 
 def unscored(problem: Problem, prompt: np.ndarray, completions: list[Completion]) -> Group:
-    """A group whose completions have no scores yet, for `groups_to_bytes`."""
+    """A group of completions without scores yet: rewards and accuracy are 0, and texts are ""."""
     zeros = np.zeros(len(completions), np.float32)
     return Group(problem, prompt, completions, [""] * len(completions), zeros, zeros)
 
 
 def encode_groups(groups: Sequence[Group]) -> str:
-    """Groups as compressed text for a checkpoint's record; "" for no groups.
-
-    The text encodes the bytes of the arrays. Decimal numbers would take most of the time of a large checkpoint.
-    """
+    """Groups as compressed ASCII text, which `decode_groups` reads, for a checkpoint's record; "" for no groups."""
     return base64.b64encode(zlib.compress(groups_to_bytes(groups), 1)).decode() if groups else ""
 
 
 def decode_groups(text: str) -> list[Group]:
-    """The inverse of `encode_groups`."""
+    """The groups in a text of `encode_groups`, equal to the bit; [] for ""."""
     return groups_from_bytes(zlib.decompress(base64.b64decode(text))) if text else []
 
 
 def groups_to_bytes(groups: Sequence[Group]) -> bytes:
-    """Groups as bytes, uncompressed; b"" for no groups. An optional field is None in all groups or in no group."""
+    """Groups as bytes, which `groups_from_bytes` reads; b"" for no groups. `behaviour_logprobs`, `parts`, `unshaped`,
+    and the completions' `experts` are None in all groups or in none."""
     if not groups:
         return b""
     completions = [c for g in groups for c in g.completions]
@@ -141,7 +138,7 @@ def groups_to_bytes(groups: Sequence[Group]) -> bytes:
 
 
 def groups_from_bytes(packed: bytes) -> list[Group]:
-    """The inverse of `groups_to_bytes`."""
+    """The groups in bytes of `groups_to_bytes`, equal to the bit; [] for b"". It loads no pickled object."""
     if not packed:
         return []
     with np.load(io.BytesIO(packed)) as arrays:
@@ -190,7 +187,8 @@ def groups_from_bytes(packed: bytes) -> list[Group]:
 
 
 def shown(completion: Completion, decode: Callable[[Sequence[int]], str]) -> str:
-    """A completion as text for people, without stop tokens. Marks enclose what an environment wrote."""
+    """A completion as text for people, without stop tokens. `decode` makes text of token ids. The lines <observation>
+    and </observation> enclose what an environment wrote."""
     pieces, at = [], 0
     for first, end in () if completion.turns is None else completion.turns.spans:
         pieces += [decode(completion.tokens[at : first - 1].tolist()), _OPEN]
@@ -200,18 +198,19 @@ def shown(completion: Completion, decode: Callable[[Sequence[int]], str]) -> str
 
 
 def opening(problem: Problem) -> str:
-    """A problem's prompt as text for people. If an environment opens with messages, the text is these messages."""
+    """A problem's prompt as text for people: `prompt`, or the lines "role: content" of an environment's messages."""
     messages = [f"{message['role']}: {message['content']}" for message in problem.messages]
     return "\n".join(messages) or problem.prompt
 
 
 def last_turn(completion: Completion, decode: Callable[[Sequence[int]], str]) -> str:
-    """The text of the policy's last turn, without the stop token, for verifiers. Without turns: all of the text."""
+    """The text of the policy's last turn, without the stop token, for verifiers. Without turns: all of the text.
+    `decode` makes text of token ids."""
     spans = () if completion.turns is None else completion.turns.spans
     tokens = completion.tokens[spans[-1][1] if spans else 0 :]
     return decode((tokens if completion.finish_reason == "length" else tokens[:-1]).tolist())
 
 
 def last_shown(text: str) -> str:
-    """The last turn of a text that `shown` has made."""
+    """The last turn of a text that `shown` has made: what follows the last line </observation>, or all."""
     return text.rpartition(_CLOSE)[2]

@@ -30,7 +30,7 @@ class RowShape(NamedTuple):
       length: T, tokens of a row, prompts included.
       completion_length: C, completion tokens of a row.
       packed: several completions may share a row; else a row holds one completion.
-      shared: completions in a packed row share the tokens of their prompt.
+      shared: a packed row holds a prompt once for all its completions there; else once for each completion.
     """
 
     rows: int
@@ -41,7 +41,7 @@ class RowShape(NamedTuple):
 
 
 class Packable(Protocol):
-    """A prompt and its completions, as in a `Group`. The update trains on the `counted` completions."""
+    """A prompt, i32[n], and its G completions. The update trains on those where `counted`, bool[G], is True."""
 
     @property
     def prompt(self) -> np.ndarray: ...
@@ -52,13 +52,14 @@ class Packable(Protocol):
 
 
 class Example(NamedTuple):
-    """A prompt with completions that all count: to imitate, or to score."""
+    """A prompt, i32[n], with completions that all count: to imitate, or to score."""
 
     prompt: np.ndarray
     completions: list[Completion]
 
     @property
     def counted(self) -> list[bool]:
+        """True for each completion."""
         return [True] * len(self.completions)
 
 
@@ -66,7 +67,7 @@ P = TypeVar("P", bound=Packable)
 
 
 class Place(NamedTuple):
-    """The place of a completion: its tokens are the entries first … first + length − 1 of one row."""
+    """The place of a completion: entries first … first + length − 1 of the completion axis C of row `row` of [B, C]."""
 
     micro_batch: int
     row: int
@@ -93,11 +94,9 @@ class Packing:
     sharding: jax.sharding.Sharding | None = None
 
     def scatter(self, values: Sequence[Sequence[ArrayLike]] | np.ndarray) -> list[Any]:
-        """f32[B, C] for each micro-batch, with the values of completions at the entries of their tokens, 0 elsewhere.
-
-        Args:
-          values: for each of the P groups, G numbers (one a completion) or G arrays f32[n] (one number a token).
-        """
+        """f32[B, C] for each of the M micro-batches: the values at the entries of the completions' tokens, else 0. The
+        arrays lie on the devices with `sharding`, or on the host. `values` has for each of the P groups G numbers (one
+        a completion) or G arrays f32[n] (one number a token)."""
         out = np.zeros((self.micro_batches, self.shape.rows, self.shape.completion_length), np.float32)
         for places, own in zip(self.places, values, strict=True):
             for (m, row, first, n), value in zip(places, own, strict=True):
@@ -107,18 +106,15 @@ class Packing:
     def gather(
         self, arrays: Sequence[np.ndarray | jax.Array], groups: Sequence[int] | None = None
     ) -> list[list[np.ndarray]]:
-        """The inverse of `scatter`. Returns an array [n, …] for each completion of each group; n counts its tokens.
-
-        Args:
-          arrays: [B, C, …] for each micro-batch, up to the last micro-batch that holds one of `groups`.
-          groups: the numbers of the groups to gather; None gathers all.
-        """
+        """Returns an array [n, …] of the values at its n tokens for each completion of each group, as `scatter` put it.
+        `arrays` are [B, C, …], one for each micro-batch, up to the last micro-batch that holds one of `groups`, the
+        numbers of the groups to gather; None gathers all. Every host must call this: it gathers device arrays."""
         own = [x if isinstance(x, np.ndarray) else hosts.gathered(x) for x in arrays]
         chosen = range(len(self.places)) if groups is None else groups
         return [[own[m][row, first : first + n] for m, row, first, n in self.places[p]] for p in chosen]
 
     def placed(self, tree: Any) -> Any:
-        """Puts host arrays on the devices, with `sharding`."""
+        """The tree of host arrays on the devices with `sharding`; without a sharding the tree itself."""
         return tree if self.sharding is None else hosts.placed(tree, self.sharding)
 
 
@@ -140,19 +136,21 @@ class RolloutBatch(Generic[P]):
 
     @property
     def minibatches(self) -> list[list[Batch]]:
-        """The micro-batches of each mini-batch."""
+        """The micro-batches of each of the U mini-batches."""
         rest = iter(self.batches)
         return [[next(rest) for _ in range(size)] for size in self.minibatch_sizes]
 
     def of_sampled(self, arrays: Sequence[np.ndarray | jax.Array]) -> list[list[np.ndarray]]:
-        """The result of `packing.gather` for the sampled tokens alone, without tokens that an environment wrote."""
+        """For each completion of each group the values [m, …] at the m tokens that the policy sampled. Tokens that an
+        environment wrote are left out. `arrays` are [B, C, …], one for each micro-batch. Every host must call this."""
         return [
             [x[completion.sampled] for x, completion in zip(own, group.completions, strict=True)]
             for own, group in zip(self.packing.gather(arrays), self.groups, strict=True)
         ]
 
     def add(self, **columns: Sequence[jax.Array]) -> RolloutBatch[P]:
-        """The batch with more columns. A column is a list: f32[B, C] for each micro-batch."""
+        """A copy in which fields of the micro-batches (of `types.Batch`) have new values. The value of a keyword is a
+        list with an array f32[B, C] for each micro-batch."""
         rows = zip(*columns.values(), strict=True)
         batches = [
             dataclasses.replace(batch, **dict(zip(columns, arrays, strict=True)))
@@ -216,7 +214,8 @@ def pack(
 
 
 def rows_needed(groups: Sequence[Packable], shape: RowShape) -> int:
-    """The number of rows that `pack` fills with `groups` as one mini-batch. Raises ValueError as `pack` does."""
+    """The number of rows that `pack` fills with `groups` as one mini-batch. Raises ValueError for an empty prompt, and
+    for a completion that with its prompt is longer than a row."""
     return len(_shared_rows(groups, range(len(groups)), shape))
 
 
@@ -245,9 +244,7 @@ def _shared_rows(groups: Sequence[Packable], chosen: Sequence[int], shape: RowSh
 
 def _first_fit(units: Sequence[_Members], groups: Sequence[Packable], length: int) -> list[_Members]:
     """The completions by row, where a row holds a prompt once for all its completions. The longest unit comes first.
-
-    Each unit goes into the first row with room. A unit that no row can hold is split, longest completions first.
-    """
+    Each unit goes into the first row with room. A unit that no row can hold is split, longest completions first."""
     rows: list[_Members] = []
     room: list[int] = []
 

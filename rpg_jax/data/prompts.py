@@ -49,7 +49,7 @@ class Problem:
 
     @property
     def opening(self) -> list[Mapping[str, Any]]:
-        """The messages of the prompt."""
+        """The messages of the prompt: `messages` if there are any, else `system` (if not empty) and `prompt`."""
         if self.messages:
             return list(self.messages)
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -59,8 +59,7 @@ class Problem:
 class PromptStream:
     """An endless stream of problems. Every epoch has a permutation of its own.
 
-    The order depends on (problems, seed) only; every host reads all problems. The position counts problems. After
-    `restore` in the middle of an epoch, the stream continues with the next unseen problem.
+    The order depends on (problems, seed) only, so all hosts have the same order and position.
 
     Args:
       problems: N problems held in memory, or anything with `__len__` and `__getitem__`.
@@ -84,19 +83,17 @@ class PromptStream:
         self._consumed = 0
 
     def take(self, count: int) -> list[Problem]:
-        """The next `count` problems. The last problems may be of the next epoch."""
+        """Returns the next `count` problems, and moves the position. The last ones may be of the next epoch."""
         self._consumed += count
         return [next(self._iterator) for _ in range(count)]
 
     def state(self) -> dict[str, Any]:
-        """The position in the stream as a JSON-able dict. All hosts have the same position."""
+        """The position in the stream, for `restore`: a dict that JSON can hold. "consumed": the problems taken."""
         return {"consumed": self._consumed, "iterator": self._iterator.get_state(), **self._identity}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues exactly where `state` was taken.
-
-        Raises ValueError if the state belongs to other problems or another seed.
-        """
+        """Moves to the position `state`, a result of the method `state`: the next problem is the first not yet taken.
+        Raises ValueError if the state belongs to other problems or another seed."""
         differing = {k: (state.get(k), v) for k, v in self._identity.items() if state.get(k) != v}
         if differing:
             raise ValueError(
@@ -109,7 +106,7 @@ class PromptStream:
 
 
 def fingerprint(problems: Sequence[Problem]) -> int:
-    """CRC-32 of all fields of the problems that a completion or its verdict depends on, in the problems' order."""
+    """CRC-32 of the problems' prompt_id, system, prompt, answer and messages, in the problems' order."""
     checksum = 0
     for p in problems:
         opening = (p.messages,) if p.messages else ()
@@ -134,10 +131,8 @@ TEMPLATES = {
 
 
 def apply_template(template: str, question: str) -> str:
-    """The question inside a template: `template` is the name of a template, or a text that holds {question}.
-
-    Raises ValueError if `template` is neither a known name nor a text with {question}.
-    """
+    """The text of a template with the question in the place of {question}. `template` is a name in `TEMPLATES`, or a
+    text. Raises ValueError if the text has not exactly one {question}."""
     text = TEMPLATES.get(template, template)
     if text.count("{question}") != 1:
         raise ValueError(
@@ -155,7 +150,9 @@ def strip_template(prompt: str) -> str:
 
 
 def rendered(problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True) -> str:
-    """The text that the policy continues: the prompt, in a chat template if there is one, which reads `thinking`."""
+    """The text that the policy continues: the problem's messages in the tokenizer's chat template. `thinking` is
+    Qwen3's `enable_thinking`, which other templates ignore. Without a chat template: the messages' texts, with a blank
+    line between them. Raises ValueError if the template refuses the messages."""
     messages = problem.opening
     if tokenizer.chat is None:
         return "\n\n".join(message["content"] for message in messages)
@@ -165,7 +162,8 @@ def rendered(problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True) -
 def encode_prompt(
     problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True, limit: int | None = None
 ) -> np.ndarray:
-    """The token ids i32[n] of the `rendered` prompt. If there are more than `limit`: the last `limit` of the ids."""
+    """The token ids i32[n] of the text that the policy continues; of more than `limit` ids the last `limit`. `thinking`
+    is Qwen3's `enable_thinking`. Raises ValueError if the chat template refuses the messages."""
     ids = np.asarray(tokenizer.encode(rendered(problem, tokenizer, thinking=thinking)), np.int32)
     return ids if limit is None else ids[-limit:]
 
@@ -174,9 +172,7 @@ def filter_length(
     problems: Iterable[Problem], tokenizer: Tokenizer, max_tokens: int, *, thinking: bool
 ) -> tuple[list[Problem], list[Problem]]:
     """(problems whose prompts have at most `max_tokens` tokens, problems with longer prompts), both in order.
-
-    For `thinking` see `ChatTemplate`. Raises ValueError if two problems share a `prompt_id`.
-    """
+    `thinking` is Qwen3's `enable_thinking`. Raises ValueError if two problems share a `prompt_id`."""
     fitting: list[Problem] = []
     longer: list[Problem] = []
     known: set[int] = set()

@@ -1,4 +1,4 @@
-"""Turns a row of a data file or data set into a `Problem`, or says why it cannot."""
+"""Turns a row of a data file or data set into a `Problem`, or raises `BadRow` with the reason."""
 
 import dataclasses
 import json
@@ -23,9 +23,10 @@ class Reading:
     """How rows are read.
 
     Attributes:
-      template: prompt template (see `TEMPLATES`). None keeps the data's own prompts, and puts questions without a
-        prompt into the paper's template.
-      source: replaces the rows' own `data_source`; None keeps `data_source`.
+      template: prompt template, by its name in `prompts.TEMPLATES` or as a text with {question}. None keeps the data's
+        own prompts, and puts questions without a prompt into the paper's template.
+      source: the problems' source; None takes the row's "source" or "data_source", else "unnamed" (an official row must
+        have "data_source").
       shape: reads (question, answer) from a row; None means the official schema or the usual key names.
     """
 
@@ -54,7 +55,8 @@ class Report:
 
 
 class Row(Mapping[str, Any]):
-    """A row that notes which of its columns were read, and the meaning that each column was read as."""
+    """A row of a data set as a mapping that notes which of its columns were read: `looked_at` are all of them, and
+    `taken` has the column by its meaning: "question", "answer", "source", "demonstration"."""
 
     def __init__(self, row: Mapping[str, Any]):
         self._row, self.looked_at, self.taken = row, set[str](), dict[str, str]()
@@ -71,7 +73,7 @@ class Row(Mapping[str, Any]):
         return len(self._row)
 
     def first(self, meaning: str, keys: tuple[str, ...]) -> str | None:
-        """The first of `keys` that has a value, noted as read for `meaning`; None if no key has a value."""
+        """The first of `keys` whose value is not None, noted in `taken` under `meaning`; None if there is none."""
         for key in keys:
             if self.get(key) is not None:
                 self.taken[meaning] = key
@@ -79,12 +81,13 @@ class Row(Mapping[str, Any]):
         return None
 
     def note(self, report: Report) -> None:
+        """Adds the columns read to `report.taken`, and the others that have a value to `report.ignored`."""
         report.taken.update(self.taken.items())
         report.ignored.update(str(k) for k, v in self._row.items() if k not in self.looked_at and v is not None)
 
 
 def read_row(row: Any, reading: Reading, prompt_id: int, report: Report) -> Problem:
-    """Returns the problem in a row.
+    """Returns the problem in a row, with the number `prompt_id`.
 
     Without `reading.shape` a row has the official schema, {data_source, prompt: [{role, content}], ability,
     reward_model: {ground_truth, style}, extra_info: {index, raw_problem, split}}; or `messages`, one turn of the user
@@ -121,7 +124,8 @@ def _read(row: Row, reading: Reading, prompt_id: int) -> Problem:
 
 
 def official_row(problem: Problem, index: int) -> dict[str, Any]:
-    """The problem as one row of the official schema, with its number of samples in `extra_info`."""
+    """The problem as a row of the official schema, which `read_row` describes, and its demonstrations (or None).
+    `index` is a number for `extra_info`, which also gets the problem's `samples`."""
     system = [{"role": "system", "content": problem.system}] if problem.system else []
     return {
         "data_source": problem.source,
@@ -227,7 +231,8 @@ def _problem(prompt_id: int, prompt, answer, source, samples, system, question, 
 
 
 def first_text(row: Row, meaning: str, keys: tuple[str, ...]) -> str:
-    """The text under the first of `keys` with a value, see `Row.first`. Raises BadRow if no key has a value."""
+    """The text under the first of `keys` whose value is not None; a number becomes text. Notes the key in `row.taken`
+    under `meaning`. Raises BadRow if there is no such key, or the value is no text."""
     key = row.first(meaning, keys)
     if key is None:
         raise BadRow(f"none of {list(keys)} in {sorted(map(str, row))[:12]}. Rename the {meaning} column {keys[0]!r}")
@@ -235,7 +240,8 @@ def first_text(row: Row, meaning: str, keys: tuple[str, ...]) -> str:
 
 
 def text_of(row: Mapping[str, Any], key: str) -> str:
-    """A text unchanged, or a number as text (answers in JSON often are numbers). Verifiers expect "7" for 7.0."""
+    """The text under `key`; a number as text, as answers in JSON often are numbers, and 7.0 as "7". Raises BadRow if
+    the key is missing or None, or the value is another type, NaN or infinite."""
     if row.get(key) is None:
         raise BadRow(f"missing key {key!r}; it has {sorted(map(str, row))[:12]}")
     value = row[key]
@@ -247,12 +253,14 @@ def text_of(row: Mapping[str, Any], key: str) -> str:
 
 
 def whole_number_shape(row: Row) -> tuple[str, str]:
-    """(question, answer) under `QUESTION_KEYS` and `ANSWER_KEYS`. The answer "7.0" becomes "7", as verifiers expect."""
+    """(question, answer) under `QUESTION_KEYS` and `ANSWER_KEYS`. The answer "7.0" becomes "7", as verifiers expect.
+    Raises BadRow if one is missing."""
     question, answer = first_text(row, "question", QUESTION_KEYS), first_text(row, "answer", ANSWER_KEYS)
     return question, answer.strip().removesuffix(".0")
 
 
 def gsm8k_shape(row: Mapping[str, Any]) -> tuple[str, str]:
+    """("question", the number after "####" in "answer", without commas). Raises BadRow if one is missing."""
     answer = text_of(row, "answer")
     if "####" not in answer:
         raise BadRow("answer without '####'")
@@ -260,6 +268,7 @@ def gsm8k_shape(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def olympiad_shape(row: Mapping[str, Any]) -> tuple[str, str]:
+    """("question", the texts of the list "final_answer", joined by ", "). Raises BadRow if one is missing."""
     answers = row.get("final_answer")
     if not isinstance(answers, list) or not answers or not all(isinstance(a, str) for a in answers):
         raise BadRow("'final_answer' must be a list of texts")
@@ -267,6 +276,7 @@ def olympiad_shape(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def countdown_shape(row: Mapping[str, Any]) -> tuple[str, str]:
+    """(question in words, JSON {"numbers", "target"}) of the row's "nums" and "target". Raises BadRow without them."""
     numbers, target = row.get("nums"), row.get("target")
     if not isinstance(numbers, list) or not all(isinstance(n, int) for n in numbers) or not isinstance(target, int):
         raise BadRow("'nums' must be whole numbers and 'target' one")

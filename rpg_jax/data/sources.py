@@ -1,4 +1,4 @@
-"""Sources of problems: parquet and JSONL files, the Hugging Face hub, procedural generators; and files made of them."""
+"""Loads problems from parquet and JSONL files, the Hugging Face hub and generators, and writes parquet files."""
 
 import codecs
 import dataclasses
@@ -32,7 +32,7 @@ _SHOWN = 5
 
 @dataclasses.dataclass(frozen=True)
 class HubDataset:
-    """A data set on the Hugging Face hub and how its rows are read."""
+    """A data set on the Hugging Face hub, "owner/name" with a config and a split, and how its rows are read."""
 
     repository: str
     config: str
@@ -69,16 +69,17 @@ def load(
     count: int = 1000,
     seed: int = 0,
 ) -> tuple[list[Problem], Report]:
-    """Returns the distinct problems of one or several sources, numbered in the order read, and a report on the rows.
+    """Returns (the distinct problems of one or several sources, numbered in the order read; a report on the rows).
 
     A source is the path of a .parquet, .jsonl or .json file, or of a folder of .parquet or .jsonl files; a name in
-    `HUB`; any hub data set as "hf:owner/name/config/split"; "reasoning_gym:task". Repeated rows add demonstrations.
+    `HUB`; any hub data set as "hf:owner/name/config/split"; "reasoning_gym:task". A row with the prompt of an earlier
+    row adds its samples and demonstrations to the earlier problem; with another answer it is bad.
 
     Args:
       sources: one or more sources.
       bad_rows: "fatal" raises if a row is bad; "skip" leaves bad rows out, and the report names them.
-      template: see `Reading`.
-      source: overrides the rows' `data_source`, which decides the verifier under the reward "by_source".
+      template: name of a prompt template in `prompts.TEMPLATES`, or a text with {question}; None: the source's own.
+      source: replaces the rows' `data_source`, which decides the verifier under the reward "by_source"; None keeps it.
       count, seed: the number of problems and the seed of a procedural generator.
 
     Raises:
@@ -126,7 +127,9 @@ Rows = Iterator[tuple[str, Any]]
 
 
 def open_source(name: str, *, count: int, seed: int) -> tuple[Reading, Rows]:
-    """How to read a source, and the rows of the source as (place, row). A row that does not parse is a `BadRow`."""
+    """Returns (how to read the rows, the rows as (place, row)). A row that does not parse is a `BadRow`, not raised.
+    `name` is a path, a name in `HUB`, "hf:owner/name/config/split" or "reasoning_gym:task"; `count` and `seed` are for
+    the last. Raises ValueError for another name. Files and the hub are read, and their errors raised, with the rows."""
     path = Path(name)
     if path.exists():
         return Reading(), _files(path)
@@ -147,7 +150,8 @@ def open_source(name: str, *, count: int, seed: int) -> tuple[Reading, Rows]:
 
 
 def file_rows(path: Path) -> list[Any]:
-    """The unchanged rows of a file, or of the files in a folder. Raises ValueError for a row that does not parse."""
+    """The unchanged rows of a .parquet, .jsonl or .json file, or of the .parquet and .jsonl files in a folder, by name.
+    Raises ValueError for an empty or damaged file and a row that does not parse, FileNotFoundError without a file."""
     found = list(_files(path))
     if bad := [f"{where}: {row}" for where, row in found if isinstance(row, BadRow)]:
         raise ValueError(bad[0])
@@ -221,9 +225,7 @@ def _named_on_hub(name: str) -> HubDataset:
 
 def _hub(data: HubDataset) -> Rows:
     """Yields the rows of a public data set, from the parquet files that the hub keeps on branch refs/convert/parquet.
-
-    Raises ValueError if the download fails, or the data set has no such config and split.
-    """
+    Raises ValueError if the download fails, or the data set has no such config and split."""
     import huggingface_hub
 
     # Its warnings tell of retries. The error itself is raised below.
@@ -278,17 +280,14 @@ SCHEMA = pyarrow.schema(
     ]
 )
 
-
 SHARED_WORDS = 13
 """Words in a row that a training question and an evaluation question may not share."""
 
 
 def decontaminate(problems: Iterable[Problem], evaluation: Iterable[Problem]) -> tuple[list[Problem], list[Problem]]:
-    """Returns (problems to keep, problems to remove).
-
-    A removed problem shares `SHARED_WORDS` words in a row with an evaluation question. Questions are compared without
-    prompt templates, as lower-case words and numbers. A shorter question must be equal as a whole.
-    """
+    """Returns (problems to keep, problems to remove), both in order. A problem to remove shares 13 words in a row with
+    a problem of `evaluation`, or has fewer words and all the same. Questions are compared without prompt templates, as
+    lower-case words and numbers."""
     known = {gram for problem in evaluation for gram in _grams(problem.question)}
     kept: list[Problem] = []
     removed: list[Problem] = []
@@ -298,12 +297,8 @@ def decontaminate(problems: Iterable[Problem], evaluation: Iterable[Problem]) ->
 
 
 def write_parquet(problems: Sequence[Problem], path: str | os.PathLike[str]) -> None:
-    """Writes one row per problem in the official schema, with the number of completions to sample in `extra_info`.
-
-    The file appears complete or not at all.
-
-    Raises ValueError if there is nothing to write.
-    """
+    """Writes a parquet file with one row per problem in the official schema, `SCHEMA`; `extra_info` has its samples.
+    Makes the folder. The file appears complete or not at all. Raises ValueError if there is no problem."""
     if not problems:
         raise ValueError(f"nothing to write to {path}: every problem was removed")
     path = Path(path)

@@ -56,13 +56,9 @@ class Arithmetic:
     def problems(
         self, split: Literal["train", "held_out"], count: int | None = None, *, seed: int = 0
     ) -> list[Problem]:
-        """Distinct problems of a split in an order drawn from `seed`, with distinct prompt ids.
-
-        Without `count` it returns all problems if operands have up to three digits. With more digits, it draws 100,000
-        problems, and returns the problems of the split among them.
-
-        Raises ValueError if the split is unknown, or has fewer problems than asked for.
-        """
+        """Distinct problems of a split in an order drawn from `seed`, with distinct prompt ids. Without `count` it
+        returns all problems if there are at most 4,000,000. Otherwise it draws 100,000, and returns those of the split.
+        Raises ValueError if the split is unknown, or has fewer than `count` problems (without `count`: none)."""
         if split not in ("train", "held_out"):
             raise ValueError(f"split must be 'train' or 'held_out', got {split!r}")
         space = len(self.operators) * 10 ** (2 * self.digits)
@@ -78,11 +74,9 @@ class Arithmetic:
         return [self._problem(*each) for each in zip(chosen.tolist(), ids, strict=True)]
 
     def belongs(self, problem: Problem, name: str) -> bool:
-        """Whether a problem belongs to a set of `SETS`. Raises ValueError for an unknown name.
-
-        "held out" has all problems, "carry" the sums and differences that carry or borrow at least `digits` - 1 times,
-        "negative" the differences below zero.
-        """
+        """Whether a held-out problem belongs to the set `name`. "held out" has all problems, "carry" the sums and
+        differences that carry or borrow at least `digits` - 1 times, "negative" the differences below zero. Raises
+        ValueError for another name, or another task's problem."""
         if name not in SETS:
             raise ValueError(f"arithmetic has the sets {', '.join(SETS)}; got {name!r}")
         a, operator, b = _parse_arithmetic(problem.prompt)
@@ -91,11 +85,11 @@ class Arithmetic:
         return name == "held out" or (operator != "*" and _carries(a, operator, b) >= self.digits - 1)
 
     def examples(self, problems: Iterable[Problem]) -> list[tuple[str, str]]:
-        """(prompt, target completion) pairs for the supervised warm start. A target has no stop token."""
+        """(prompt, answer) of each problem, for the supervised warm start. There is no stop token."""
         return [(problem.prompt, problem.answer) for problem in problems]
 
     def texts(self) -> Iterator[str]:
-        """A small corpus with every character that the task can write, for training a tokenizer."""
+        """One text with every character that prompts and answers can have, for training a tokenizer."""
         yield "0123456789=" + self.operators + "-"
 
     def _drawn_codes(self, space: int, draws: int, seed: int) -> np.ndarray:
@@ -124,10 +118,8 @@ class Arithmetic:
         )
 
     def _prompt_ids(self, codes: np.ndarray) -> np.ndarray:
-        """i64, the id of each code; it does not depend on the task's other operators.
-
-        Ids are distinct up to four digits. With more digits, two problems share an id with probability 2**-31.
-        """
+        """i64, the id of each code; it does not depend on the task's other operators. Ids are distinct up to four
+        digits. With more digits, two problems share an id with probability 2**-31."""
         index, pairs = divmod(codes, 10 ** (2 * self.digits))
         known = np.array([OPERATORS.index(operator) for operator in self.operators])
         return (known[index] * 10 ** (2 * self.digits) + pairs) % (2**31 - 1)
@@ -174,14 +166,11 @@ class Chains:
             raise ValueError(f"held_out must be in (0, 1), got {self.held_out}")
 
     def problems(self, name: str, count: int, *, seed: int = 0) -> list[Problem]:
-        """`count` distinct problems of "train" or of one of `CHAIN_SETS`, drawn from `seed`. The old skill has only 49
-        problems for each operator, so it may return fewer. A larger `count` only adds problems to the end.
-
-        No chain of a held-out set is in "train", whatever the argument `seed` is. The warm start draws a quarter of its
-        prompts from the old skill: the old skill is knowledge that RL should not lose.
-
-        Raises ValueError if the name is unknown, `count` is above 100,000, or there are not so many chains.
-        """
+        """`count` distinct problems of a set, drawn from `seed`. A larger `count` only adds problems to the end. The
+        sets: "train"; "held out", chains of the same lengths; "harder", chains with one or two operations more than the
+        longest; "old skill", which has only 49 problems for each operator, so it may return fewer. No chain of a
+        held-out set is in "train", whatever the argument `seed` is. Raises ValueError if the name is unknown, `count`
+        is above 100,000, or there are not so many chains."""
         if name not in ("train", *CHAIN_SETS):
             raise ValueError(f"chains have the sets train, {', '.join(CHAIN_SETS)}; got {name!r}")
         if count > 100_000:
@@ -199,7 +188,8 @@ class Chains:
         return [Problem(number, prompt, solve(prompt), "chains") for number, prompt in found.items()]
 
     def examples(self, problems: Iterable[Problem]) -> list[tuple[str, str]]:
-        """A (prompt, completion) of the pupil for each problem. An old-skill prompt may replace the problem's."""
+        """(prompt, the pupil's completion without a stop token) for each problem, the same at each call. In a quarter
+        of the pairs a prompt of the old skill stands in place of the problem's prompt."""
         pairs = []
         for problem in problems:
             random = np.random.default_rng([self.seed, problem.prompt_id])
@@ -211,7 +201,7 @@ class Chains:
         return pairs
 
     def texts(self) -> Iterator[str]:
-        """Every character that the task can write, for training a tokenizer."""
+        """One text with every character that prompts and completions can have, for training a tokenizer."""
         yield "0123456789-" + self.operators + _LETTERS + OLD + CHECK + ANSWER_MARK
 
     def _chains(self, name: str, random: np.random.Generator) -> Iterator[str]:
@@ -261,7 +251,7 @@ class Chains:
 
 
 def solve(prompt: str) -> str:
-    """The right answer. Raises ValueError for a text that is no prompt of the task."""
+    """The right answer to a prompt of `Chains`, "k+5l-3m*4:6" or "old:6*5". Raises ValueError for another text."""
     if old := re.fullmatch(rf"{OLD}(\d)([-+*])(\d)", prompt):
         return str(_value(int(old[1]), old[2], int(old[3])))
     operations, value = _parse_chain(prompt)

@@ -43,7 +43,7 @@ class Codec(Protocol):
 
 
 def check_unicode(text: str, what: str) -> None:
-    """Raises ValueError if `text`, named `what`, has half of a character: no tokenizer and no file takes it."""
+    """Raises ValueError if `text` has half of a character (a lone surrogate). The message calls the text `what`."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -53,10 +53,13 @@ def check_unicode(text: str, what: str) -> None:
 class Tokenizer(Codec, Protocol):
     """The interface of a tokenizer.
 
-    `name` is the text of a single token, also of a special token such as "<|im_end|>". `unknown` returns the characters
-    of a text that have no token. `stop_token_ids` end a completion, which keeps them; `eos_id` is the first of them.
-    `chat` is None if the tokenizer has no chat template. `digest` is a hash of all that encoding, decoding and stops
-    depend on. `save` writes the files that `load_tokenizer` and transformers read.
+    Attributes:
+      vocab_size: number of token ids, special tokens included.
+      pad_id: the padding of rows; may be `eos_id`.
+      eos_id: the first of `stop_token_ids`.
+      bos_id: the token at the beginning of a text; None if there is none. `encode` never adds it.
+      stop_token_ids: each of them ends a completion, which keeps it.
+      chat: the chat template; None if the tokenizer has none.
     """
 
     vocab_size: int
@@ -66,20 +69,26 @@ class Tokenizer(Codec, Protocol):
     stop_token_ids: tuple[int, ...]
     chat: ChatTemplate | None
 
-    def name(self, token: int) -> str: ...
+    def name(self, token: int) -> str:
+        """The text of a token, also of a special token such as "<|im_end|>"."""
+        ...
 
-    def unknown(self, text: str) -> str: ...
+    def unknown(self, text: str) -> str:
+        """The distinct characters of `text` that have no token, in order."""
+        ...
 
-    def digest(self) -> str: ...
+    def digest(self) -> str:
+        """A SHA-256 in hex of all that encoding, decoding, stop tokens and the chat template depend on."""
+        ...
 
-    def save(self, folder: Path) -> None: ...
+    def save(self, folder: Path) -> None:
+        """Makes `folder` and writes the files that `load_tokenizer` and transformers read."""
+        ...
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer in a folder, or in one file: `tokenizer.json` if there is one, else a SentencePiece `*.model`.
-
-    Raises ValueError if there is neither file; the message lists the files found.
-    """
+    """Loads the tokenizer in a folder or file: tokenizer.json if there is one, else a SentencePiece *.model. Raises
+    ValueError if there is neither file, or the file is damaged or names no stop token."""
     path = Path(path)
     for file in (path, path / "tokenizer.json", path / "tokenizer.model", *sorted(path.glob("*.model"))):
         if file.is_file() and file.name.endswith(".json"):
@@ -91,11 +100,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def train_sentencepiece(texts: Iterable[str], path: str | os.PathLike[str]) -> SentencePieceTokenizer:
-    """Trains a character-level SentencePiece model on `texts`, writes it to `path` and loads it.
-
-    Ids 0 to 3 are padding, end of text, beginning of text and unknown; the characters follow by frequency. The same
-    texts give the same bytes on every machine. Raises ValueError if there is no text.
-    """
+    """Trains a SentencePiece model whose pieces are single characters, writes it to the file `path` and loads it. Ids 0
+    to 3 are padding, end of text, beginning of text and unknown; the line break and the characters of `texts` follow.
+    The same texts give the same bytes on every machine. Raises ValueError if there is no character."""
     texts = list(texts)
     characters = set("".join(texts)) - {"\n"}
     needed = len(characters) + 4 + 1  # four special pieces, and the line break, which SentencePiece reserves
@@ -127,7 +134,8 @@ def train_sentencepiece(texts: Iterable[str], path: str | os.PathLike[str]) -> S
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model that has padding and end-of-text pieces."""
+    """The SentencePiece model in `file`, without a chat template. Its end-of-text piece is the only stop token. Raises
+    ValueError if the file is no such model, or has no padding or end-of-text piece."""
 
     chat: ChatTemplate | None = None
 
@@ -144,30 +152,29 @@ class SentencePieceTokenizer:
         self.stop_token_ids: tuple[int, ...] = (self.eos_id,)
 
     def encode(self, text: str) -> list[int]:
+        """The token ids of a text. No special tokens are added."""
         return self._model.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
         return self._model.decode([int(i) for i in ids])
 
     def name(self, token: int) -> str:
+        """The text of a token, also of a special token."""
         return self._model.id_to_piece(token)
 
     def unknown(self, text: str) -> str:
+        """The distinct characters of `text` that have no token, in order."""
         return "".join(c for c in dict.fromkeys(text) if self._model.unk_id() in self.encode(c))
 
     def digest(self) -> str:
+        """The SHA-256 of the model, in hex."""
         return hashlib.sha256(self._model.serialized_model_proto()).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Writes tokenizer.model, tokenizer.json and tokenizer_config.json, which transformers and vLLM read.
-
-        The files give the same ids here and in transformers, with one exception: the text of a special piece, such as
-        "</s>", is one token in transformers, and single characters here.
-
-        Raises:
-          ValueError: a piece has several characters. Such a model has merges or a normalisation, which are not
-            converted.
-        """
+        """Makes `folder` and writes tokenizer.model, tokenizer.json and tokenizer_config.json there. transformers and
+        vLLM read them and give the same ids, with one exception: the text of a special piece, such as "</s>", is one
+        token there, and single characters here. Raises ValueError if a piece has several characters."""
         model = self._model
         pieces = [model.id_to_piece(i) for i in range(model.get_piece_size())]
         special = {i for i in range(len(pieces)) if model.is_control(i) or model.is_unknown(i)}
@@ -198,10 +205,11 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json` with the special tokens and chat template of the files beside it.
+    """The tokenizer.json `file` with the special tokens and chat template of the files beside it, if these exist.
 
-    It reads `tokenizer_config.json` (eos and pad token, chat template), `chat_template.jinja` and
-    `generation_config.json` (stop tokens: Qwen's chat models have two), if these files exist.
+    tokenizer_config.json names special tokens and a chat template, chat_template.jinja is a chat template, and
+    generation_config.json names stop tokens: Qwen's chat models have two. Without a padding token, `pad_id` is
+    `eos_id`. Raises ValueError if a file is damaged, names a token that `file` lacks, or no stop token is named.
     """
 
     def __init__(self, file: str | os.PathLike[str]):
@@ -237,22 +245,27 @@ class HuggingFaceTokenizer:
         self._about = [self._model.to_str(), self.stop_token_ids, template, specials]
 
     def encode(self, text: str) -> list[int]:
+        """The token ids of a text. No special tokens are added."""
         return self._model.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def name(self, token: int) -> str:
+        """The text of a token, also of a special token; "" for an unknown id."""
         return self._model.id_to_token(token) or ""
 
     def unknown(self, text: str) -> str:
+        """The distinct characters of `text` that have no token, in order."""
         return "".join(c for c in dict.fromkeys(text) if self.encode(c) in ([], [self._unknown_id]))
 
     def digest(self) -> str:
+        """The SHA-256, in hex, of the model, the stop tokens, the chat template and the special tokens it may write."""
         return hashlib.sha256(json.dumps(self._about, sort_keys=True).encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Copies the files in Hugging Face layout. A stop token that generation_config.json lacks is added there."""
+        """Makes `folder` and copies the tokenizer's files to it, generation_config.json with all stop tokens."""
         folder.mkdir(parents=True, exist_ok=True)
         for name in _FILES:
             if (self._folder / name).is_file():
@@ -279,11 +292,9 @@ def _stops(generation: Mapping[str, Any]) -> list[int]:
 
 
 class IncrementalDecoder:
-    """Decodes a growing completion piece by piece and never emits part of a character.
-
-    The pieces and the result of `flush`, joined, equal `tokenizer.decode` of all ids. Only the ids since the last
-    complete piece are decoded again, so that the cost of a token does not grow with the completion.
-    """
+    """Decodes a growing completion piece by piece and never emits part of a character. The pieces and the result of
+    `flush`, joined, equal `tokenizer.decode` of all ids. Only the ids since the last complete piece are decoded again,
+    so that the cost of a token does not grow with the completion."""
 
     def __init__(self, tokenizer: Codec):
         self._tokenizer = tokenizer
@@ -291,7 +302,7 @@ class IncrementalDecoder:
         self._emitted = 0  # ids[:emitted] are out, but stay as context: some decoders look at the previous token
 
     def push(self, ids: Iterable[int]) -> str:
-        """The new text that `ids` complete; "" while a character is unfinished."""
+        """Takes the next ids, and returns the text that they complete; "" while a character is unfinished."""
         self._ids += ids
         text = self._new_text()
         if text.endswith(_REPLACEMENT):
@@ -301,7 +312,7 @@ class IncrementalDecoder:
         return text
 
     def flush(self) -> str:
-        """The rest of the text, once all ids were pushed. An unfinished character becomes a replacement character."""
+        """The rest of the text, once all ids were pushed. An unfinished character becomes U+FFFD. Begins anew."""
         text = self._new_text()
         self._ids, self._emitted = [], 0
         return text

@@ -1,6 +1,6 @@
 """The interface of an environment, the environments by name, and their calls as plain JSON.
 
-This file never loads JAX: the worker processes of environments import it, and start fast.
+An environment answers the turns of a policy. Its worker processes import this file, which never loads JAX.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from rpg_jax.rewards.verdicts import BadScore, checked_score
 Message = Mapping[str, Any]
 """One message of a chat: {"role": …, "content": …}, both text.
 
-Templates also see `name`, `reasoning_content`, `tool_calls` and `tool_call_id`, and the descriptions of tools under
-`tools` of the first message. An environment may add keys of its own, with values of JSON: `step` gets these keys back.
+Chat templates also see `name`, `reasoning_content`, `tool_calls` and `tool_call_id`, and the descriptions of tools
+under `tools` of the first message. An environment may add keys with values of JSON: its `step` gets them back.
 """
 ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclasses.dataclass(frozen=True)
 class Posed:
-    """The fields of a problem that an environment sees, all of them text. See `data.Problem`."""
+    """A problem as an environment sees it: fields of `data.Problem`, all of them text. `prompt` is the user's turn with
+    its prompt template, `question` the problem without the template, `answer` the reference answer ("" for none),
+    `system` the system turn ("" for none), `source` the task or data set."""
 
     prompt: str
     answer: str
@@ -38,12 +40,12 @@ class Posed:
 
     @classmethod
     def of(cls, problem: Any) -> Self:
-        """The fields that an environment sees of a `data.Problem`."""
+        """Takes the fields from a `data.Problem`."""
         return cls(*(getattr(problem, field.name) for field in dataclasses.fields(cls)))
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation that the problem's own prompt opens."""
+        """The system turn, if any, and `prompt` as the user's turn."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": self.prompt}]
 
@@ -53,9 +55,9 @@ class Turn:
     """An environment's answer to one turn of the policy.
 
     Attributes:
-      observation: what the policy reads next: messages, or a text, which is a user's message. "" where `done`.
-      reward: of the turn; a completion's reward is the sum over its turns.
-      done: the conversation is over, and the policy reads no observation.
+      observation: what the policy reads next: messages, or a text, which is a user's message. Ignored if `done`.
+      reward: of the turn, within ±1e6; a completion's reward is the sum over its turns.
+      done: the conversation is over.
     """
 
     observation: str | Sequence[Message] = ""
@@ -64,18 +66,16 @@ class Turn:
 
 
 class Environment(Protocol):
-    """Answers the turns of a policy. The keywords of the class are the config's `environment.options`.
-
-    Both functions are pure: equal arguments give equal results, and nothing is kept between two calls. So any process
-    may run them, and another process may replace a process that was killed. Each function may be a coroutine.
-    """
+    """What a user's environment must have. The keywords of its class are the config's `environment.options`. Both
+    methods are pure: equal arguments give equal results, and nothing is kept between two calls. So any process may run
+    them, and another process may replace a process that was killed. Each method may be a coroutine function."""
 
     def reset(self, problem: Posed) -> Sequence[Message] | Awaitable[Sequence[Message]]:
-        """The messages of the prompt. The last one is not the assistant's."""
+        """Opens the conversation: the messages of the prompt, at least one. The last one is not the assistant's."""
         ...
 
     def step(self, problem: Posed, messages: Sequence[Message], completion: str) -> Turn | Awaitable[Turn]:
-        """The environment's answer to a turn of the policy, see `Turn`.
+        """Answers a turn of the policy: an observation, a reward, and whether the conversation is over.
 
         Args:
           problem: the problem that `reset` was given.
@@ -94,10 +94,10 @@ NOTHING: Handed = MappingProxyType({})
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-    """Where an environment is.
+    """Where an environment is, and where it runs.
 
     Attributes:
-      path: "module:Class", or the name of a function that makes the environment.
+      path: "module:Class", or "module:function" of a function that makes the environment.
       pooled: the environment runs in processes that can be killed and have no network. Otherwise the environment runs
         in the trainer's process and may keep state there. Its author then answers for every text that a policy writes.
       handed: the class or object that a Python program handed over under the name `path`; None: `path` is loaded.
@@ -108,7 +108,9 @@ class Declaration:
     handed: Any = dataclasses.field(default=None, compare=False)
 
     def make(self, options: Mapping[str, Any]) -> Environment:
-        """The environment. Raises ValueError if `path` leads to no environment, or the options do not fit."""
+        """Returns a new environment, made with `options` as keywords; if `handed` is an object, the object itself.
+        Raises ValueError if `path` cannot be imported, `options` do not fit, or `reset(problem)` or `step(problem,
+        messages, completion)` is missing."""
         factory = load(self.path, "environment") if self.handed is None else self.handed
         if not inspect.isclass(factory) and hasattr(factory, "step"):
             if options:
@@ -129,10 +131,9 @@ ENVIRONMENTS: dict[str, Declaration] = {
 
 
 def find(name: str, *, in_process: bool = False, handed: Handed = NOTHING) -> Declaration:
-    """The environment `name`, found in `handed`, in `ENVIRONMENTS`, or at a user's own "module:name".
-
-    With `in_process` it is not `pooled`, see `Declaration`. Raises ValueError for another name.
-    """
+    """The declaration of the environment `name`: in `handed`, in `ENVIRONMENTS`, or a user's own "module:name". Imports
+    nothing. With `in_process` the environment runs in the trainer's process; what is in `handed` always does. Raises
+    ValueError for a name without ":" that is unknown."""
     if name in handed:
         return Declaration(name, pooled=False, handed=handed[name])
     if name not in ENVIRONMENTS and ":" not in name:
@@ -156,17 +157,17 @@ def _checked_environment(environment: Any, path: str) -> Environment:
 
 
 def checked_messages(value: Any) -> list[dict[str, Any]]:
-    """`value` as a list of messages. Raises BadScore for other values, and for text that UTF-8 cannot hold."""
+    """`value`, a sequence of messages, as a list of new dicts with the same keys. Raises BadScore for another value,
+    for a message without a role of `ROLES` or without a text as content, and for a content that UTF-8 cannot hold."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
         raise BadScore(f"messages are a list, got {type(value).__name__}")
     return [_message(each) for each in value]
 
 
 def checked_turn(value: Any) -> dict[str, Any]:
-    """A `Turn` as {observation, reward, done} of plain JSON. Raises BadScore for other values.
-
-    The observation is a list of messages, empty where the conversation is over.
-    """
+    """The `Turn` `value` as {"observation": messages, "reward": float, "done": bool}; no messages if it is done. Raises
+    BadScore for another value, for a field of another type, for a reward that is not within ±1e6, and for a turn that
+    is not done and has no message."""
     if not isinstance(value, Turn):
         raise BadScore(f"step returns a Turn(observation, reward, done), got {type(value).__name__}")
     if not isinstance(value.done, bool):
@@ -193,15 +194,19 @@ def _message(value: Any) -> dict[str, Any]:
 
 
 class WorkerEnvironment:
-    """An environment in a worker process, which makes the environment from the path of a class and its options."""
+    """Makes the environment at `path`, "module:Class", with `options` as keywords, and calls it with plain JSON. This
+    runs in a worker process. A coroutine is awaited. What the environment raises goes to the caller, as does BadScore
+    for a result of another form."""
 
     def __init__(self, path: str, options: Mapping[str, Any]):
         self._environment = Declaration(path).make(options)
 
     def reset(self, problem: dict[str, str]) -> dict[str, Any]:
+        """{"messages": the messages of the prompt}. `problem` has the fields of `Posed`."""
         return self._called("reset", problem)
 
     def step(self, problem: dict[str, str], messages: list, completion: str) -> dict[str, Any]:
+        """The answer to a turn of the policy, {"observation": messages, "reward": float, "done": bool}."""
         return self._called("step", problem, messages, completion)
 
     def _called(self, name: str, problem: dict[str, str], *others: Any) -> dict[str, Any]:
@@ -210,10 +215,11 @@ class WorkerEnvironment:
 
 
 async def call(environment: Environment, name: str, problem: dict[str, str], *others: Any) -> dict[str, Any]:
-    """Calls a method of an environment in this process. A coroutine is awaited; another method runs in a thread.
-
-    If the call is cancelled, as at a deadline, nothing stops the thread. The thread ends when the method returns.
-    """
+    """Calls a method of an environment in this process: a coroutine function here, another in a thread of its own.
+    `name` is "reset", with the result {"messages": messages}, or "step", with the further arguments messages and
+    completion and the result {"observation": messages, "reward": float, "done": bool}. `problem` has the fields of
+    `Posed`. If the call is cancelled, as at a deadline, the thread runs on until the method returns. Raises BadScore
+    for a result of another form, and what the method raises; RuntimeError in place of SystemExit in a thread."""
     method, arguments = getattr(environment, name), (Posed(**problem), *others)
     if inspect.iscoroutinefunction(method):
         return _checked_value(name, await method(*arguments))
@@ -248,13 +254,10 @@ Player = Callable[[Sequence[str]], str]
 def play(
     environment: Environment, problem: Posed, player: Player, *, turns: int
 ) -> tuple[list[Message], float, list[Message]]:
-    """Plays one conversation of at most `turns` turns. The environment's methods must not be coroutines.
-
-    Returns:
-      prompt: the messages with which the environment opens.
-      reward: the sum over the turns.
-      conversation: the messages after the prompt. The first and the last message are the player's (the assistant's).
-    """
+    """Plays one conversation of at most `turns` turns. The environment's methods must not be coroutine functions.
+    `player` gets the texts of the observations so far, and returns its next turn. Returns (the messages with which the
+    environment opens; the sum of the rewards; the messages after the opening, of which the first and the last are the
+    player's, with the role "assistant"). Raises BadScore if `reset` or `step` returns something of another form."""
     prompt: list[Message] = [*checked_messages(environment.reset(problem))]
     conversation: list[Message] = []
     observations: list[str] = []

@@ -18,10 +18,10 @@ _BEFORE = ({"role": "user", "content": _ASKED}, {"role": "assistant", "content":
 
 
 class Player:
-    """The `Responder` of a rollout: keeps each conversation's messages, asks the environment, encodes its messages.
+    """Answers the turns of a rollout: keeps each conversation's messages, asks the environment, encodes its messages.
 
-    A failure of the environment ends one conversation, and the reply has the kind of error. A fault that concerns all
-    conversations is raised by `check`.
+    A failure of the environment ends one conversation, and the reply has the kind of error. `check` raises a fault that
+    concerns all conversations.
 
     Args:
       stage: asks the environment.
@@ -49,11 +49,14 @@ class Player:
         self._fault: Exception | None = None
 
     def respond(self, place: int, index: int, tokens: np.ndarray, finish_reason: FinishReason) -> Future[Reply]:
-        """As `Responder.respond`. The environment also sees a turn that is cut off, and the turn gets a reward."""
+        """Begins the reply to a turn of completion `index` of prompt number `place`, in a thread. Returns at once.
+        `tokens`, i32[n], are of the turn. With `finish_reason` "stop" the last one is a stop token; with "length" a
+        limit has cut the turn, which still gets a reward, and the conversation ends. The future never raises. Its reply
+        has the tokens of the observation, or None if the conversation is over, the reward, and the kind of an error."""
         return self._stage.submit(self._reply, (place, index), tokens, finish_reason)
 
     def check(self) -> None:
-        """Raises a fault that concerns all conversations, see `Stage.step`."""
+        """Raises the first exception of the thread, if any: the environment cannot be made, or always fails."""
         if self._fault is not None:
             raise self._fault
 
@@ -87,12 +90,10 @@ class Player:
 class Observations:
     """Encodes the messages that follow a turn of the policy, up to where its next turn begins.
 
-    With a chat template the tokens run from the policy's stop token to the policy's next turn: the rest of the
-    assistant's message after the stop token, the messages, and the generation prompt. Earlier turns are not rendered
-    again, so that the context only grows. So a template cannot leave out the thoughts of earlier turns. Without a
-    template the contents are encoded as they are.
-
-    Raises ValueError if the chat template does not take an assistant's message.
+    With a chat template the tokens are the rest of the assistant's message after the stop token, the messages, and the
+    generation prompt. Earlier turns are not rendered again, so a template cannot leave out their thoughts, and the
+    context only grows. Without a template the contents are encoded as they are. `thinking` is the template's
+    `enable_thinking`. Raises ValueError if the chat template does not take an assistant's message.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, thinking: bool):
@@ -104,7 +105,7 @@ class Observations:
             self._closing = ids[: ends[0] + 1] if ends else []
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
-        """i32[m], m >= 1. Raises ValueError if the template refuses the messages, or they have no token."""
+        """The tokens i32[m], m >= 1. Raises ValueError if the template refuses the messages, or they have no token."""
         if self._tokenizer.chat is None:
             ids = self._tokenizer.encode("".join(message["content"] for message in messages))
         else:

@@ -32,13 +32,14 @@ _TOGETHER = 64  # problems that one thread opens
 
 
 class Stage(contextlib.AbstractContextManager["Stage"]):
-    """An environment with its options, and threads that ask it. `close` ends its processes.
+    """An environment with its options, and threads that ask it. Close it, or use it as a context, to end them.
 
     Each thread has a worker process of its own, which starts at the first call. A call that hangs delays the next
-    calls of its thread until the deadline, and no other calls.
+    calls of its thread until the deadline, and no other calls. An environment that is not pooled is made here at once,
+    and asked in this process.
 
     Args:
-      declaration: says where the environment is.
+      declaration: says where the environment is, and whether it runs in worker processes (is pooled).
       options: the keywords that make the environment.
       workers: number of processes; by default one per CPU, at most 8.
       deadline_s: seconds that a call may take.
@@ -68,21 +69,21 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
         self._first = FirstFailures(f"environment.name={self.name}", "turn")
 
     def opened(self, problems: Sequence[Problem]) -> list[Problem]:
-        """The problems with the messages of `reset`, in their order.
-
-        Raises ValueError if `reset` fails on a problem, or the environment cannot be made.
-        """
+        """Waits for `reset` on each problem, and returns the problems in order, with its messages as `messages` where
+        they are not those of the problem's own prompt. Raises ValueError if `reset` fails on a problem, or the
+        environment cannot be made, and ChildProcessError if the worker processes do not start."""
         chunks = [problems[i : i + _TOGETHER] for i in range(0, len(problems), _TOGETHER)]
         return [problem for opened in self._threads.map(self._open, chunks) for problem in opened]
 
     def step(self, problem: Problem, messages: Sequence[Mapping[str, Any]], completion: str) -> Verdict:
-        """Waits for the answer to a turn, a verdict on {observation, reward, done}, see `checked_turn`.
+        """Waits for the answer to a turn. Several threads may call this.
 
-        After a failure by chance (`verdicts.CHANCE`) it asks again once, and at once: the conversation holds a slot
-        of the rollout, and the environment's functions are pure.
+        `messages` are the conversation before the turn, those of `reset` first, and `completion` is the turn without
+        its stop token. Returns a verdict with the value {"observation": messages, "reward": float, "done": bool}, or
+        with the kind of error. After a deadline, a crash, a lack of memory or an OSError it asks again, once.
 
         Raises:
-          ValueError: the environment cannot be made, or every turn of its first problems has failed.
+          ValueError: the environment cannot be made, or every turn of its first 16 problems has failed.
           ChildProcessError: the worker processes do not start.
         """
         task = _task("step", problem, list(messages), completion)
@@ -94,11 +95,11 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
         return verdict
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Calls a function in a thread of this stage. The function may call `step`."""
+        """Begins a call of a function, which may call `step`, in a thread of this stage, and returns its future."""
         return self._threads.submit(function, *arguments)
 
     def close(self) -> None:
-        """Ends the worker processes after their current calls, and cancels the calls in this process."""
+        """Waits for current calls, then ends the worker processes. Cancels calls to come, and those in this process."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._own is not None:
             self._own[0].close()

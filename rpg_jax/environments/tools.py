@@ -1,6 +1,6 @@
-"""Problems that are solved with tools: the policy calls Python functions, reads the results, and answers.
+"""The environment "tools": the policy calls Python functions, reads the results, and answers.
 
-A call stands in the text as Qwen's chat template has the model write it.
+The policy writes a call in the form of Qwen's chat template: <tool_call>{"name": …, "arguments": {…}}</tool_call>.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 class ToolUse:
     """Answers a turn with tool calls by the results of the calls. The first turn without a call is the final answer.
 
-    The tools stand in the system turn, calls and results in the form of the model's chat template (Qwen's). The policy
-    reads an error as the result of a call that cannot be made.
+    The first message describes the tools to the chat template. The result of a call that cannot be made is an error.
 
     Args:
-      tools: options by the name of a tool, see `make_tool`.
-      verifier: judges the answer without thoughts: one of `VERIFIERS`, "by_source" or "module:function". The score is
-        the reward of the last turn.
-      cost: the reward of each call is -cost.
+      tools: options by the name of a tool: "calculator", or "module:name" of a function, or of a class that the
+        options make callable.
+      verifier: judges the answer without thoughts: a name in `rewards.verifiers.VERIFIERS` except "judge" and
+        "environment", "by_source", or "module:function". The score is the reward of the last turn.
+      cost: the reward of a turn with n calls is -n · cost.
 
     Raises ValueError if a tool or the verifier is unknown, two tools have one name, or the verifier asks a server.
     """
@@ -61,10 +61,12 @@ class ToolUse:
         self._verifier, self._cost = found, float(cost)
 
     def reset(self, problem: Posed) -> Sequence[Message]:
+        """The problem's own messages; the first one has the descriptions of the tools under "tools"."""
         first, *others = problem.messages
         return [{**first, "tools": [tool.description for tool in self._tools.values()]}, *others]
 
     def step(self, problem: Posed, messages: Sequence[Message], completion: str) -> Turn:
+        """A message of the role "tool" for each call in `completion`; without a call the score and the end."""
         text, calls = parse(completion)
         if not calls:
             return Turn("", self._score(problem, text), True)
@@ -79,7 +81,8 @@ class ToolUse:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call that the model has written, or the `error` that keeps the text from being a call."""
+    """A call that the model has written: `name` of the tool and `arguments` by name; or why the text is no call.
+    `error` is the reason, in words for the policy; None if the text is a call."""
 
     name: str = ""
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -87,11 +90,10 @@ class Call:
 
 
 def parse(completion: str) -> tuple[str, list[Call]]:
-    """The text outside thoughts and calls, and the calls `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
-
-    Text before the last `</think>` is a thought, and its calls do not count. A block that is not closed reaches to the
-    end of the completion. Blanks around the object are allowed, and nothing else. The time is linear in the length.
-    """
+    """Returns (the text outside thoughts and calls, without blanks around it; the calls in order). A call is
+    <tool_call>{"name": …, "arguments": {…}}</tool_call>. A call without the closing tag reaches to the end of the
+    completion. Text up to the last </think> is a thought, and its calls do not count. A block that is no JSON object of
+    this form is a `Call` with an `error`. The time is linear in the length."""
     text = completion.rpartition(_THOUGHTS)[2]
     return _BLOCK.sub("", text).strip(), [_call(block) for block in _BLOCK.findall(text)]
 
@@ -120,7 +122,7 @@ class Tool:
     Attributes:
       name: as the policy writes it.
       function: takes keywords and returns a text, or something that JSON can hold.
-      types: the annotation of each argument.
+      types: the annotation of each argument: str, int, float, bool, list or dict.
       required: the arguments without a default.
     """
 
@@ -131,14 +133,16 @@ class Tool:
 
     @property
     def description(self) -> dict[str, Any]:
-        """The tool as chat templates render it, in the form of OpenAI's function calling."""
+        """The tool as chat templates take it: the JSON schema of OpenAI's function calling, with the first
+        paragraph of the function's docstring."""
         about = " ".join((inspect.getdoc(self.function) or "").partition("\n\n")[0].split())
         properties = {name: {"type": _TYPES[kind][0]} for name, kind in self.types.items()}
         parameters = {"type": "object", "properties": properties, "required": list(self.required)}
         return {"type": "function", "function": {"name": self.name, "description": about, "parameters": parameters}}
 
     def call(self, arguments: Mapping[str, Any]) -> str:
-        """The result as text. If the call was wrong or the function raised, a line that begins with "error: "."""
+        """Calls the function, and returns the result as text or JSON, cut after 10,000 characters. If an argument is
+        unknown, missing or of another type, or the function raises, the text begins with "error: "."""
         if unknown := sorted(set(arguments) - set(self.types)):
             return f"error: {self.name} takes {', '.join(self.types)}, not {', '.join(unknown)}"
         if missing := [name for name in self.required if name not in arguments]:
@@ -155,13 +159,10 @@ class Tool:
 
 
 def make_tool(name: str, options: Mapping[str, Any]) -> Tool:
-    """The tool `name`: one of `TOOLS`, or "module:name", a function, or a class that `options` make callable.
-
-    Its schema comes from the function's annotations (str, int, float, bool, list, dict) and the first paragraph of its
-    docstring.
-
-    Raises ValueError if the tool is unknown, or an argument has no such annotation.
-    """
+    """Imports and returns the tool `name`: "calculator" or "module:name". The policy knows it by the last part. At
+    "module:name" is a function, or a class (or a function that makes functions) that is called with `options` as
+    keywords. Its arguments are annotated with str, int, float, bool, list or dict. Raises ValueError if there is no
+    such tool, or an argument has no such annotation."""
     if name not in TOOLS and ":" not in name:
         raise ValueError(f"unknown tool {name!r}; known: {', '.join([*TOOLS, 'module:name'])}")
     function = load(TOOLS.get(name, name), "tool")

@@ -1,4 +1,4 @@
-"""Functions and classes of a user: loaded from "module:name", or handed over by a Python program and called there."""
+"""A user's functions and classes: loaded from "module:name", or handed over by a Python program and called in it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,9 @@ T = TypeVar("T")
 
 
 def load(path: str, kind: str) -> Callable[..., Any]:
-    """The function or class at "module:name".
-
-    Args:
-      kind: the use of the function, for the messages: "reward", "environment", "tool", "task".
-
-    Raises ValueError if the path has another form, the module cannot be imported, or the module has no such name.
-    """
+    """Imports the module of `path`, "module:name", and returns its function or class of that name. `kind` is the use of
+    the function, for the messages: "reward", "environment", "tool", "task". Raises ValueError if the path has another
+    form, the module cannot be imported, or it has no such function or class."""
     module, _, name = path.partition(":")
     if not module or not name:
         raise ValueError(f"the {kind} {path!r} is not of the form module:name")
@@ -45,13 +41,13 @@ def load(path: str, kind: str) -> Callable[..., Any]:
 
 
 def source_digests(path: str, handed: Any = None) -> dict[str, str]:
-    """The SHA-256 digests of the code behind "module:name", by names for messages. Nothing is imported.
+    """The SHA-256 digests, in hex, of the code behind `path`, "module:name". Nothing is imported.
 
-    The first digest is of the module's file, under the name `path`. Each module that the file imports, directly or
-    not, has a digest of its own if its file lies beside the first file, or below the folder of the first file or the
-    present folder. Installed packages, the standard library and this package are left out, as are imports by computed
-    names. If a Python program `handed` over an object, the one digest is of the function's or class's source text.
-    Code without a source has no digest.
+    The digest of the module's file has the key `path`. Each module that the file imports, directly or not, has the key
+    "path imports module", if its file lies below the folder of the first file or below the present folder. Installed
+    packages, the standard library, this package, and imports by computed names are left out. If `handed`, the object
+    that a Python program handed over under the name `path`, is not None, the only digest is of the source text of the
+    function or class. Code without a source has no digest, so the dict may be empty.
     """
     if handed is not None:
         try:
@@ -111,10 +107,9 @@ def _imported(module: str, file: Path) -> set[str]:
 
 
 def name_of(function: Callable[..., Any], kind: str = "reward") -> str:
-    """module:qualname of a function, of the function that `functools.partial` wraps, or of an object's class.
-
-    Raises ValueError if `function` is not callable. An environment may instead be an object with a method `step`.
-    """
+    """The name "module:qualname" of a function or class; of what `functools.partial` wraps, or of an object's class.
+    `kind` is the use: "reward", "environment", …. Raises ValueError if `function` is not callable; only an
+    "environment" may instead be an object with a method `step`."""
     if kind == "environment" and not callable(function) and not hasattr(function, "step"):
         raise ValueError(
             f"environment is a name, a class, or an object with reset and step; got {type(function).__name__}"
@@ -134,15 +129,11 @@ def _definition(given: Any) -> Any:
 
 
 def named(rewards: Callable[..., Any] | str | Mapping[Any, float]) -> tuple[dict[str, float], dict[str, Callable]]:
-    """Returns the weight of each part by name, and each part that is a function by the same name.
-
-    Args:
-      rewards: a function, the name of a part, or {function or name: weight}.
-
-    Raises:
-      ValueError: `rewards` has another form or is empty, a weight is no number, two functions have one name, or a
-        function cannot be called as (completion, answer, prompt) or (completion, answer).
-    """
+    """Returns (the weight of each part by name, the functions among the parts by the same names). `rewards` is a
+    function, the name of a part (weight 1), or {function or name: weight}. The name of a function is "module:qualname".
+    A name "FOLDER/module.py:function" becomes "module:function", and FOLDER is put into `sys.path`. Raises ValueError
+    if `rewards` has another form or is empty, a weight is no number, two parts have one name, there is no such file, or
+    a function cannot be called as (completion, answer, prompt) or (completion, answer)."""
     if isinstance(rewards, list | set) or rewards in ("", {}):
         raise ValueError(f"reward={rewards!r}: give a function, a name, or their weights, as {{'exact': 1.0}}")
     given = rewards if isinstance(rewards, Mapping) else {rewards: 1.0}
@@ -162,10 +153,8 @@ def named(rewards: Callable[..., Any] | str | Mapping[Any, float]) -> tuple[dict
 
 
 def in_file(name: str) -> str:
-    """Turns FOLDER/module.py:function into module:function, and makes FOLDER importable. Returns other names unchanged.
-
-    Raises ValueError if there is no such file, or if the name has no function.
-    """
+    """Turns "FOLDER/module.py:function" into "module:function". Returns other names unchanged. Puts FOLDER first in
+    `sys.path`. Raises ValueError if there is no such file, or if ":function" is missing."""
     if name.endswith(".py"):
         raise ValueError(f"the reward {name!r}: name its function too, as {name}:FUNCTION")
     file, _, function = name.rpartition(":")
@@ -180,14 +169,14 @@ def in_file(name: str) -> str:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call of `function` returns a coroutine."""
+    """Whether a call of `function`, plain, partial or an object with `__call__`, returns a coroutine."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 class Background:
-    """An event loop in a thread of its own. Any thread may begin coroutines there."""
+    """An event loop in a daemon thread called `name`, started at once. Any thread may begin coroutines there."""
 
     def __init__(self, name: str):
         self._loop = asyncio.new_event_loop()
@@ -195,10 +184,11 @@ class Background:
         self._thread.start()
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts the coroutine in the loop, and returns at once. The future has the result or the exception."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
-        """Cancels what runs, and ends the thread."""
+        """Cancels the coroutines that run, waits until they and the thread end. A second call does nothing."""
 
         async def end() -> None:
             others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -214,13 +204,9 @@ class Background:
 
 
 class InProcess:
-    """Calls the reward functions of a user in this process. The async functions of a batch run at the same time.
-
-    Async functions run in one thread of their own, so the caller may have a running event loop, as a notebook has.
-
-    Args:
-      deadline_s: seconds after which the call of an async function is cancelled. Other functions have no deadline.
-    """
+    """Calls a user's functions in this process: plain functions in the caller's thread, one after the other. Async
+    functions run together in a thread with an event loop, so the caller may have a running event loop, as a notebook
+    has. Their calls are cancelled after `deadline_s` seconds. Plain functions have no deadline."""
 
     def __init__(self, deadline_s: float):
         self._deadline_s = deadline_s
@@ -228,20 +214,21 @@ class InProcess:
         self._background: Background | None = None
 
     def verdicts(self, calls: Sequence[tuple[Callable[..., Any], Task]]) -> list[Verdict]:
-        """One verdict per call, in their order. An async call that takes longer than the deadline is cancelled."""
+        """Calls each function with its task's arguments and options, waits, and returns the verdicts in their order. An
+        exception of a function becomes a verdict with an error. A call cancelled at the deadline is a "timeout"."""
         awaited = [i for i, (function, _) in enumerate(calls) if is_async(function)]
         begun = {i: self.submit(*calls[i]) for i in awaited}
         found = {i: future.result() for i, future in begun.items()}
         return [found[i] if i in found else _called(*call) for i, call in enumerate(calls)]
 
     def close(self) -> None:
-        """Cancels the async calls that still run, and ends their thread."""
+        """Cancels the async calls that still run, and ends their thread. A later call starts a new thread."""
         if self._background is not None:
             self._background.close()
             self._background = None
 
     def submit(self, function: Callable[..., Any], task: Task) -> Future[Verdict]:
-        """Begins the call of an async function. Any thread may call it."""
+        """Begins the call of an async function, and returns its verdict as a future. Any thread may call this."""
         with self._lock:
             if self._background is None:  # one for all calls: a client's connections belong to their loop
                 self._background = Background("rewards")

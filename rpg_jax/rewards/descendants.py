@@ -26,11 +26,10 @@ _CLONE_NEWUSER, _CLONE_NEWPID = 0x10000000, 0x20000000
 
 
 def keep() -> None:
-    """Forks. Returns only in the child, in which verifiers run.
-
-    The caller becomes the keeper. The keeper ends when the child has ended, with the child's exit code (128 + n after
-    signal n). The keeper also ends when it receives `END`, and when its own parent has ended for any reason.
-    """
+    """Forks, and returns only in the child, in which verifiers run. On other systems than Linux it does nothing. The
+    calling process becomes the keeper: it waits, kills what the child leaves running, and never returns. The keeper
+    ends when the child has ended, with the child's exit code (128 + n after signal n). On `END` (SIGUSR1), or when its
+    own parent has ended, the keeper kills the child and ends with 137."""
     if not AVAILABLE:
         return
     trainer = os.getppid()
@@ -52,7 +51,8 @@ def keep() -> None:
 
 
 def own_pid_namespace(libc: ctypes.CDLL) -> bool:
-    """From now on this process starts its children in a new PID namespace. Returns False if the system refuses."""
+    """Lets this process start its later children in a new PID namespace. Returns False if the system refuses. Where
+    only a new user namespace allows it, this process enters one, and keeps its rights. `libc` is the C library."""
     if libc.unshare(_CLONE_NEWPID) == 0:
         return True
     uid, gid = os.getuid(), os.getgid()
@@ -107,7 +107,8 @@ def _exit_code(status: int) -> int:
 
 
 def release_pipes() -> None:
-    """Closes this process's copies of a verifier's pipes. Their reader then notices when the verifier ends."""
+    """Points standard input, output and error of this process to the null device. So the process holds no end of a
+    verifier's pipes, and their reader notices when the verifier ends."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nowhere, fd)

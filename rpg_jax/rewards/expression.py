@@ -1,4 +1,7 @@
-"""Arithmetic expressions as answers, parsed without executing anything, and the countdown game that asks for them."""
+"""Arithmetic expressions, parsed without executing anything, and the verifier of the game countdown.
+
+Countdown gives some whole numbers and a target. The answer is an expression of the numbers that makes the target.
+"""
 
 import json
 import re
@@ -13,13 +16,15 @@ _TOKEN = re.compile(r"\s*(\d{1,18}|[-+*/()])\s*", re.ASCII)
 
 
 def countdown(completion: str, answer: str) -> float:
-    """1 if the last <answer>…</answer> (or "Answer:" line) makes the target from the numbers, each used once, else 0.
+    """1.0 if the completion's last <answer>…</answer> or "Answer:" line makes the target of a game, else 0.0.
 
-    `answer` is JSON {"numbers": [whole numbers], "target": whole number}. The completion's answer must be an expression
-    of this grammar and nothing else; a hand-written parser computes its value in exact fractions:
+    `answer` is JSON {"numbers": [whole numbers], "target": whole number}. The text in the completion must use each
+    number exactly once, have at most 500 characters, and be an expression of this grammar, computed in exact fractions:
       sum = product (("+" | "-") product)*
       product = atom (("*" | "/") atom)*
       atom = whole number | "(" sum ")"
+
+    Raises ValueError if `answer` is not JSON, KeyError if it lacks a key.
     """
     game = json.loads(answer)
     found = _ANSWER.findall(completion)
@@ -36,10 +41,8 @@ def countdown(completion: str, answer: str) -> float:
 
 
 def evaluate(text: str) -> Fraction:
-    """The value of an expression of the grammar of `countdown`, with decimals ("2.5") and signs before an atom ("-3").
-
-    Raises ValueError if the text is something else, too long, or divides by zero.
-    """
+    """The exact value of an expression of numbers ("3", "2.5"), + - * /, parentheses, and the sign - ("-3", "-(1+2)").
+    Raises ValueError if the text is something else, has more than 500 characters, or divides by zero."""
     try:
         tokens = _tokens(text, _DECIMAL)
         signs = [i for i, t in enumerate(tokens) if t == "-" and (i == 0 or tokens[i - 1] in _BEFORE_SIGN)]
@@ -55,7 +58,9 @@ def evaluate(text: str) -> Fraction:
 
 
 def last_expression(completion: str) -> str | None:
-    """The expression in the last answer of a completion, without blanks; None if there is none."""
+    """The text of the completion's last <answer>…</answer> or "Answer:" line, without blanks. Returns None if there is
+    no such text, it is empty, it has more than 500 characters, or it has anything but whole numbers, + - * / and
+    parentheses. The order of these is not checked."""
     found = _ANSWER.findall(completion)
     try:
         return "".join(_tokens("".join(found[-1]))) or None if found else None

@@ -1,7 +1,12 @@
 """Finds the answer of a completion, and compares the answer with a reference or with other answers.
 
-Three verifiers stand here beside their extraction: `exact`, `boxed` and `gsm8k`. The verifiers `math_dapo`,
-`math_verify` and `countdown` have files of their own.
+The verifiers `exact`, `math_dapo`, `boxed` and `gsm8k` stand here. A verifier says how well a completion answers.
+
+`math_dapo`, the paper's verifier in training and on AIME and AMC, keeps the quirks of the rules in public RL code,
+because rewards and published numbers depend on them. Words are removed wherever they occur ("square" from "squared").
+Articles are removed as the letters "a " and "an ". Nothing is evaluated, so 1/2 and 0.5 differ. Each rule takes linear
+time, so this runs in the trainer's process: a regular expression with an open end, tried at every place, would take
+quadratic time.
 """
 
 import collections
@@ -11,7 +16,6 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 
 from rpg_jax.rewards import expression
-from rpg_jax.rewards.math_dapo import INVALID, extract, normalise
 
 MARKS = ("#", "Answer:")
 """Marks before an answer. Generated arithmetic has "#" after the working, and the paper's prompt asks for "Answer:"."""
@@ -20,30 +24,70 @@ _BOXED = "\\boxed{"
 _MARKED = re.compile(r"####\s*\$?\s*(-?[\d.,]+)", re.ASCII)
 _DECIMAL = re.compile(r"-?(\d+(\.\d*)?|\.\d+)", re.ASCII)
 _LONGEST_BARE_ANSWER = 100
+INVALID = "[INVALID]"
+_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+
+# The rules apply in this order: a later rule sees the result of the earlier rules.
+_REWRITES = [
+    *[("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")],
+    *[(r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}")],
+]
+_UNITS = "square ways integers dollars mph inches hours km units"
+_MORE_UNITS = (
+    "sue points feet minutes digits cents degrees cm gm pounds meters meals edges students childrentickets multiples"
+)
+_REMOVED = [
+    *_UNITS.split(),
+    r"\ldots",
+    *_MORE_UNITS.split(),
+    *[r"\text{" + content for content in ("s}", ".}", "\ns}", "}^2", "}^3", "\n}", "}")],
+    *[r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"],
+]
+
+_WRAPPERS = ("\\text{", "\\textbf{", "\\overline{")
+_END = re.compile("[}\n]")
+_BARE_FRACTION = re.compile(r"frac([^{])([^\n])")
+_BARE_ROOT = re.compile(r"sqrt([^{])")
 
 
 def exact(completion: str, answer: str) -> float:
-    """1 if the completion, or its text after the last "#" or "Answer:", is the answer, stripped of blanks; else 0."""
+    """1.0 if the completion, its text after the last "#", or its text after the last "Answer:" is `answer`; else 0.0.
+    Blanks and line breaks at both ends of the texts do not count."""
     answer = answer.strip()
     found = [completion, *(completion.rpartition(mark)[2] for mark in MARKS)]
     return float(any(text.strip() == answer for text in found))
 
 
+def dapo_answer(completion: str) -> str:
+    """The text after the last "Answer:", up to the end of its line, in the spelling that `normalise` makes. Only the
+    last 300 characters of the completion are read. "answer :" in any case is a mark too, and the text may begin on a
+    later line. Returns "[INVALID]" if there is no mark with a text."""
+    found = INVALID
+    for match in _ANSWER.finditer(completion[-TAIL_CHARACTERS:]):
+        found = match[1]
+    return normalise(found)
+
+
+def math_dapo(completion: str, answer: str) -> float:
+    """1.0 if the text after the completion's last "Answer:" equals the reference `answer`, else -1.0. Both texts are
+    compared in the spelling that `normalise` makes. Only the last 300 characters of the completion are read. A
+    completion without "Answer:" gets -1.0. Source: arXiv:2503.14476 (DAPO), used in arXiv:2505.17508."""
+    return 1.0 if dapo_answer(completion) == normalise(answer) else -1.0
+
+
 def boxed(completion: str, answer: str) -> float:
-    """1 if the last \\boxed{…} and the reference have the same normal form (see `math_dapo.normalise`), else 0."""
+    """1.0 if the contents of the completion's last \\boxed{…} equal the reference `answer`, else 0.0. Both texts are
+    compared in the spelling that `normalise` makes. Of a reference with a \\boxed{…} only the contents of the last box
+    count. A completion without a box, or with a last box that is not closed, gets 0.0."""
     found = last_boxed(completion)
     reference = last_boxed(answer)
     return float(found is not None and normalise(found) == normalise(answer if reference is None else reference))
 
 
 def gsm8k(completion: str, answer: str) -> float:
-    """1 if the number after the last "####" equals the reference, as decimals ("1,000.0" is 1000); else 0.
-
-    Only the last 300 characters of the completion are read. The reference `answer` is the number, or the data set's
-    whole solution, which ends in "#### number".
-
-    Raises ValueError if the reference holds no number.
-    """
+    """1.0 if the number after the completion's last "####" equals the reference number, else 0.0. Numbers are compared
+    as decimals: "1,000.0" is 1000. Only the last 300 characters of the completion are read. The reference `answer` is
+    the number, or the data set's whole solution, which ends in "#### number". Raises ValueError if it has no number."""
     reference = _number(answer.rpartition("####")[2])
     if reference is None:
         raise ValueError(f"reference answer without a number: {answer!r}")
@@ -51,18 +95,41 @@ def gsm8k(completion: str, answer: str) -> float:
 
 
 def extract_answer(completion: str, verifier: str | None = None) -> str | None:
-    """The answer of a completion, for majority votes; None if no answer is found.
+    """The answer of a completion, as a majority vote counts answers; None if no answer is found.
 
-    The answer is the text that the `verifier` of that name compares, in its normal form. Without a verifier, or with a
-    user's own function, the answer is the first of these that exists, in the spelling that `math_dapo` compares: the
-    last "Answer:" line, the last \\boxed{…}, the text after the last "####" or "#", the whole text if it is one line of
-    at most 100 characters. The equality of "math_verify" has no normal form: see `merge_equal_answers`.
+    Args:
+      completion: the text of the completion.
+      verifier: "exact", "math_dapo", "boxed", "gsm8k" or "countdown". The answer is the text that this verifier
+        compares with a reference, in a spelling that equal answers share. With None or another name the answer is the
+        first of these, as `normalise` spells it: the text after the last "Answer:", the last \\boxed{…}, the text after
+        the last "####" (if none, "#"), the whole completion. The last two must be one line of at most 100 characters.
     """
     return _OF_VERIFIER.get(verifier or "", _any)(completion)
 
 
+def normalise(answer: str) -> str:
+    """The spelling in which `math_dapo` and `boxed` compare the answer. The rules, in this order: keep the text after
+    the last "="; drop articles, escaped dollars, all blanks, unit words and LaTeX spacing; replace a line by its first
+    $…$, if any; drop \\text, \\textbf, \\overline and \\boxed, but not what is inside; write \\frac12 and \\sqrt2 with
+    braces; drop dollars; drop the commas of a whole number."""
+    answer = answer.rpartition("=")[2]
+    for before, after in _REWRITES:
+        answer = answer.replace(before, after)
+    for removed in _REMOVED:
+        answer = answer.replace(removed, "")
+    answer = "\n".join(map(_first_math, answer.split("\n")))
+    for command in _WRAPPERS:
+        answer = _unwrapped(answer, command)
+    answer = "\n".join(map(_unboxed, answer.split("\n")))
+    answer = _BARE_FRACTION.sub(r"frac{\1}{\2}", answer)
+    answer = _BARE_ROOT.sub(r"sqrt{\1}", answer)
+    answer = answer.replace("$", "")
+    without_commas = answer.replace(",", "")
+    return (without_commas if without_commas.isdigit() else answer).strip()
+
+
 def last_boxed(text: str) -> str | None:
-    """The contents of the last \\boxed{…}, braces balanced; None if there is none or it is not closed."""
+    """The contents of the last \\boxed{…}, with balanced braces; None if there is no box or the last is not closed."""
     start = text.rfind(_BOXED)
     if start < 0:
         return None
@@ -72,6 +139,30 @@ def last_boxed(text: str) -> str | None:
         if depth == 0:
             return text[start + len(_BOXED) : end]
     return None
+
+
+def _first_math(line: str) -> str:
+    """The first $…$ of a line; the line if there is none."""
+    parts = line.split("$", 2)
+    return f"${parts[1]}$" if len(parts) == 3 else line
+
+
+def _unwrapped(text: str, command: str) -> str:
+    """Drops each `command` with the next brace that closes on its line; what lies between stays."""
+    parts, at = [], 0
+    while (start := text.find(command, at)) >= 0 and (end := _END.search(text, start + len(command))):
+        closed = end[0] == "}"
+        parts += [text[at:start], text[start + len(command) : end.start()]] if closed else [text[at : end.end()]]
+        at = end.end()
+    return "".join([*parts, text[at:]])
+
+
+def _unboxed(line: str) -> str:
+    """Drops the first \\boxed{ of a line, and the last brace that closes after it."""
+    start, end = line.find(_BOXED), line.rfind("}")
+    if start < 0 or end < start + len(_BOXED):
+        return line
+    return line[:start] + line[start + len(_BOXED) : end] + line[end + 1 :]
 
 
 def _marked_number(completion: str) -> Decimal | None:
@@ -86,7 +177,7 @@ def _number(text: str) -> Decimal | None:
 
 
 def _any(completion: str) -> str | None:
-    if extract(completion) != INVALID:
+    if dapo_answer(completion) != INVALID:
         return _answer_line(completion)
     if last_boxed(completion) is not None:
         return _box(completion)
@@ -102,7 +193,7 @@ def _after_marks(completion: str) -> str | None:
 
 
 def _answer_line(completion: str) -> str | None:
-    found = extract(completion)
+    found = dapo_answer(completion)
     return None if found == INVALID else found or None
 
 
@@ -124,7 +215,6 @@ _OF_VERIFIER: dict[str, Callable[[str], str | None]] = {
     "countdown": expression.last_expression,
 }
 
-
 MOST_COMPARED = 32
 """The verifier compares this many spellings of a problem's answer, the most frequent: at most 496 pairs a problem."""
 _MOST_FAILURES = 2  # failed comparisons of an answer: one that hangs each time costs 2 deadlines, not 31
@@ -132,27 +222,31 @@ _MOST_FAILURES = 2  # failed comparisons of an answer: one that hangs each time 
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """The answer that a verifier reads in a completion, as written, and the completion."""
+    """An `answer` that a verifier has read in a completion, as written there, and the completion's whole `text`."""
 
     answer: str
     text: str
 
 
 Equal = Callable[[Sequence[tuple[str, str]]], Sequence[bool | None]]
-"""Whether the answers of each pair of completions are equal; None for a pair whose comparison failed."""
+"""Pairs of completions' texts -> for each pair whether the answers are equal; None if the comparison failed."""
 
 
 def merge_equal_answers(problems: Sequence[Sequence[Read | None]], equal: Equal) -> list[list[str | None]]:
-    """The answers of P problems, of n_p completions each, where equal answers have one spelling.
+    """Gives equal answers to a problem one spelling, so that a vote counts them together. Reads no reference answer.
 
-    The reference answer has no part in a vote. Two completions have one answer if both write the same text, or if a
-    chain of equal pairs joins the two texts. So equality is transitive here. The equality of math-verify is not
-    (5 = 5 % = 0.05). The most frequent spelling stands for all joined spellings; of several, the first. None stays
-    None.
+    Two completions have one answer if both write the same text, or if a chain of equal pairs joins the two texts. So
+    equality is transitive here. The equality of math-verify is not (5 = 5 % = 0.05). Spellings are compared in rounds:
+    each spelling with the next most frequent spelling, then with the second next, and so on. A pair is left out if a
+    chain joins it already, if two comparisons of a spelling failed, or if a spelling is not among the 32 most frequent.
 
-    The comparisons go in rounds: each spelling with the next, then with the second next, and so on. A pair is left out
-    if a chain joins it already, if two comparisons of a spelling failed, or if a spelling is not in the `MOST_COMPARED`
-    most frequent spellings.
+    Args:
+      problems: for each problem an item for each completion: the answer read, or None where none was found.
+      equal: compares the pairs of a round, of all problems; called 31 times, also without pairs.
+
+    Returns:
+      Lists of the same lengths and order as `problems`: the most frequent of the joined spellings (of equally frequent
+      ones the first), or None where the item is None.
     """
     answers = [_Answers(own) for own in problems]
     for apart in range(1, MOST_COMPARED):

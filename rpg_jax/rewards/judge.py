@@ -1,8 +1,7 @@
 """A judge or a reward model behind HTTP: many requests at once, a deadline for each verdict, retries, a cache.
 
 A judge gets chat requests (`kind="chat"`, OpenAI's /chat/completions), each with one completion. A scoring
-endpoint (`kind="score"`) gets {"prompts", "completions", "answers"}, lists of texts, and returns {"scores": [numbers]}.
-Both are asked in threads, while the policy samples other completions.
+endpoint (`kind="score"`) gets {"model", "prompts", "completions", "answers"} and returns {"scores": [numbers]}.
 """
 
 import collections
@@ -49,7 +48,8 @@ _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 class Failed(Exception):
-    """A request failed. `kind` is one of `verdicts.KINDS`; `again` says whether another attempt may help."""
+    """A request failed. `kind` is "status", "timeout" or "unreachable". `again`: another attempt may help, `after`
+    seconds at the earliest."""
 
     def __init__(self, kind: str, detail: str, *, again: bool = False, after: float = 0.0):
         super().__init__(detail)
@@ -60,7 +60,18 @@ class Failed(Exception):
 class Server:
     """The server of a judge, and the form of the requests. The config's section `judge` has the same fields.
 
-    Raises ValueError if `url` is missing or is not an HTTP address, or the prompt lacks {completion}.
+    Attributes:
+      url: http://HOST:PORT/v1 of a chat model, or the whole address of a scoring endpoint.
+      kind: "chat", a model that grades in words, or "score", an endpoint that returns numbers.
+      model: name of the model, sent with each request.
+      prompt: message to a chat model with {completion}, {prompt}, {answer}, {scale}; "" takes this file's `PROMPT`.
+      scale: the best grade of a chat model; its score is grade / scale.
+      max_tokens: limit of a chat model's reply.
+      batch: completions in a request to a scoring endpoint; a chat request has one.
+      parallel: requests at a time.
+      deadline_seconds: time for a request, retries included.
+
+    Raises ValueError if `url` is not an HTTP address, or `prompt` lacks {completion}.
     """
 
     url: str | None = None
@@ -83,7 +94,7 @@ class Server:
             raise ValueError("judge.prompt must contain {completion}; {prompt}, {answer} and {scale} are filled in too")
 
     def body(self, items: Sequence[Item]) -> dict[str, Any]:
-        """The JSON body of a request for a batch. A chat model gets one item a request, at temperature 0."""
+        """The JSON body of a request. `items`: (completion, answer, prompt) of each; of a chat request exactly one."""
         if self.kind == "score":
             completions, answers, prompts = (list(texts) for texts in zip(*items, strict=True))
             return {"model": self.model, "prompts": prompts, "completions": completions, "answers": answers}
@@ -94,7 +105,8 @@ class Server:
         return {"model": self.model, "messages": [message], "temperature": 0, "max_tokens": self.max_tokens}
 
     def verdicts(self, reply: Any, count: int) -> list[Verdict]:
-        """The `count` verdicts in a reply. Raises Failed if the reply has another form."""
+        """The verdicts in a reply's JSON, in order. Raises Failed if it has another form, or not `count` scores. A
+        score that is no number, or a grade outside 0 … scale, becomes a verdict with the error "value"."""
         try:
             given = reply["scores"] if self.kind == "score" else [reply["choices"][0]["message"]["content"] or ""]
             found = [self._verdict(one) for one in given]
@@ -123,10 +135,12 @@ class Server:
 
 
 class Judge:
-    """Asks a server for verdicts. Several threads may use one judge. Equal items of a call are sent once.
+    """Asks a server for verdicts. Several threads may use one judge, which remembers its last 100,000 scores.
+
+    The environment variable JUDGE_API_KEY, if set, is sent as a bearer token. `sleep` waits between two attempts.
 
     Attributes:
-      counts: the numbers of requests, of retries, and of items whose score was known already.
+      counts: the numbers of "requests", "retries", and items whose score was "known" already.
     """
 
     def __init__(self, server: Server, *, sleep: Callable[[float], None] = time.sleep):
@@ -139,7 +153,9 @@ class Judge:
         self._url = f"{str(server.url).rstrip('/')}{path}"
 
     def run(self, items: Sequence[Item]) -> list[Verdict]:
-        """One verdict per (completion, answer, prompt). Only scores are remembered: a failure is asked again."""
+        """Waits for one verdict per (completion, answer, prompt), and returns them in order. Equal items are sent once.
+        A request is sent at most 4 times until the deadline; then its items get verdicts with an error. Only scores are
+        remembered: a later call asks again about a failure."""
         with self._lock:
             verdicts = {item: Verdict(self._known[item]) for item in set(items) if item in self._known}
         self._count("known", sum(item in verdicts for item in items))
@@ -155,6 +171,7 @@ class Judge:
         return [verdicts[item] for item in items]
 
     def close(self) -> None:
+        """Cancels requests that have not begun, and does not wait for the others. New items are an error now."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _count(self, name: str, more: int = 1) -> None:

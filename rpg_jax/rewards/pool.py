@@ -27,23 +27,23 @@ _MAX_VERDICT_BYTES = {"score": 4096, "object": LARGEST_OBJECT + 4096}
 
 
 class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
-    """Runs tasks in `size` fresh Python processes without devices, secrets or a shell.
+    """Runs tasks in fresh Python processes without devices, secrets or a shell. Leaving the context closes the pool.
 
-    A task that overruns `deadline_s`, crashes its process, or exceeds the memory limit loses its own verdict and
-    nothing else. The pool ends the process with all that the process started (see `descendants`), and starts another.
-    Each process works on one task at a time, so the task at fault is always known. Only JSON crosses the pipes.
+    A task that overruns its deadline, crashes its process, or exceeds the memory limit gets a verdict with an error,
+    and no other task suffers. The pool ends the process with all that it started, and starts another. Each process
+    works on one task at a time, so the task at fault is always known. Only JSON crosses the pipes. The processes start
+    at once and load in the background.
 
     Args:
-      functions: import paths "module:function" that the processes load before they start, each with the names of its
-        arguments.
-      made: classes "module:Class" with options. Each process makes one object of each class before it gives up its
-        rights. The methods of the object are functions "module:Class.method".
+      functions: "module:function" that the processes import before the first task, each with the names of its
+        arguments. A method of an object in `made` is "module:Class.method".
+      made: options by "module:Class". Each process makes one object of each class before it gives up its rights.
       size: number of processes; by default one per CPU, at most 8.
       deadline_s: seconds a task may take.
       recycle_after: tasks after which a process is replaced.
 
     Attributes:
-      counts: tasks done; errors by kind; processes rebuilt after an error, and recycled because of their age.
+      counts: "done" tasks; errors by kind; "rebuilt" (replaced after an error) and "recycled" (aged) processes.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         self._processes = [self._spawn() for _ in range(size or min(8, os.cpu_count() or 1))]
 
     def run(self, tasks: Sequence[Task]) -> list[Verdict]:
-        """One verdict per task, in the order of the tasks. Threads take turns.
+        """Waits for the tasks, and returns one verdict per task in their order. Threads that call at once take turns.
 
         Raises:
-          ValueError: the pool lacks a task's function, or cannot import or call one of its own functions.
+          ValueError: the pool lacks a task's function, or its processes cannot import or call one of its functions.
           RuntimeError: the pool is closed.
-          ChildProcessError: a process does not start, after four tries.
+          ChildProcessError: a process has ended before it was ready, four times.
         """
         unknown = {task.function for task in tasks} - self._functions.keys()
         if unknown:
@@ -80,7 +80,8 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
             return self._run(tasks)
 
     def wait_ready(self) -> None:
-        """Waits until every process has loaded its functions. Raises as `run` does if a function cannot be imported."""
+        """Waits until every process has loaded its functions. Raises ValueError if a function cannot be imported or
+        takes other arguments, and ChildProcessError if a process has ended before it was ready, four times."""
         with self._lock:
             while not all(process.ready for process in self._processes):
                 self._wait()
@@ -89,7 +90,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
                         self._poll(i)
 
     def close(self) -> None:
-        """Kills the processes; the pool cannot be used afterwards."""
+        """Waits for a call of `run` in another thread, then kills the processes. `run` is an error afterwards."""
         with self._lock:
             processes, self._processes = self._processes, []
             for process in processes:

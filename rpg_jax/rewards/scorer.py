@@ -1,4 +1,4 @@
-"""The reward of a completion: a weighted sum of verifiers and shaping terms, with the accuracy kept apart."""
+"""The reward of a completion: a weighted sum of parts. Accuracy, whether the answer is right, is kept apart."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _FIRST_SCORES = 1000  # a part of the first step of a large run, the first steps
 
 
 class Scorable(Protocol):
-    """The fields of a problem that a scorer reads."""
+    """What a scorer reads of a problem: its prompt, its reference answer, and the name of its data set or task."""
 
     @property
     def prompt(self) -> str: ...
@@ -58,14 +58,15 @@ class Scores:
 
     Attributes:
       rewards: f32[N], Σ weight · part; advantages are computed from them.
-      unshaped: f32[N], the same sum without the shaping terms; dynamic sampling reads it.
-      accuracy: f32[N], 1 where the verifier found the answer right, else 0; evaluation reads it.
+      unshaped: f32[N], the same sum without the shaping terms (form and length); dynamic sampling reads it.
+      accuracy: f32[N], 1 where the deciding part found the answer right, else 0; evaluation reads it.
       parts: f32[N] by part name, unweighted.
-      errors: number of failed verdicts by kind (of `verdicts.KINDS`). Such a completion counts as wrong.
-        Failures of an environment are not counted here, see `types.Turns.error`.
+      errors: number of failed verdicts by kind of error, as "timeout" (all: `verdicts.KINDS`). A failed verdict counts
+        as wrong. Failures of an environment are not counted here.
       failures: N items, the kind of error of the verdict that decides accuracy; None without an error.
-      failed: N items, a kind of `verdicts.CHANCE` if the machinery failed on a part or on the conversation, else None.
-        A completion with a kind has the numbers of a wrong completion, and the update does not train on it.
+      failed: N items, the kind of error if the machinery failed on a part or on the conversation (`verdicts.CHANCE`:
+        "timeout", "crash", "memory", "unreachable", "status"), else None. The update does not train on a completion
+        with a kind.
     """
 
     rewards: np.ndarray
@@ -78,11 +79,11 @@ class Scores:
 
 
 class Scorer(contextlib.AbstractContextManager["Scorer"]):
-    """Scores completions. Close it, or use it as a context, to end its worker processes.
+    """Scores completions. Close it, or use it as a context, to end its worker processes, which start when needed.
 
-    Parts are the verifiers, "by_source" (each problem's own), "module:function" (a user's own), "environment" (the sum
-    that an environment has paid for the turns), "format", "length" and "overlong". Beside "environment", the parts that
-    read a text read the policy's last turn.
+    Parts that judge an answer: "exact", "math_dapo", "boxed", "math_verify", "gsm8k", "countdown", "judge", "by_source"
+    (the verifier of each problem's data set), "module:function" (a user's own), and "environment" (the sum that an
+    environment has paid for the turns). Shaping terms: "format", "length" and "overlong".
 
     Args:
       reward: one part, or {part: weight}.
@@ -92,13 +93,13 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
       accuracy: the part that decides accuracy; None: the first verifier.
       right_above: a completion is right if the deciding score is above this number; None: if the score is at least 1.
       begins: without `right_above`, a grade (neither 1, 0 nor -1) among the first 1,000 scores is an error. False, for
-        a run that goes on: the grade is noted once, and a score below 1 counts as wrong.
+        a run that goes on: the grade is noted once on standard error, and a score below 1 counts as wrong.
       functions: plain or async functions that run in this process, by part name. Other parts are imported by name.
 
     Raises:
       ValueError: a part or an option is unknown, an option is missing or out of its range, there is no verifier, a part
-        that grades decides accuracy without `right_above`, or a function cannot be imported or cannot be called as
-        `verifiers.resolve` says.
+        that grades decides accuracy without `right_above`, or a function cannot be imported or cannot be called with
+        the strings (completion, answer, prompt) or (completion, answer).
     """
 
     def __init__(
@@ -138,19 +139,20 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         lengths: Sequence[int],
         turns: Sequence[Turns | None] | None = None,
     ) -> Scores:
-        """Scores N completions.
+        """Scores N completions, and waits for the verdicts.
 
         Args:
-          problems: N, the problem of each completion (repeated within its group).
+          problems: N, the problem of each completion; completions of one prompt repeat it.
           texts: N decoded completions, without special tokens; of a conversation the policy's last turn.
-          finish_reasons: N, see `types.Completion`.
+          finish_reasons: N, "stop", "length" or "turns"; only their number is checked.
           lengths: i32[N] tokens that the policy has sampled, stop tokens included.
-          turns: N items, the rewards that an environment gave to the turns; None without an environment.
+          turns: N items, what an environment answered to the turns; None without an environment.
 
         Raises:
           ValueError: the arguments differ in length, "by_source" meets an unknown source, "environment" a completion
-            without turns, a verifier has failed on all completions of its first problems, or a grade decides accuracy
-            (see `begins`).
+            without turns, a verifier has failed on all completions of its first 16 problems, or a grade (neither 1, 0
+            nor -1) is among the first 1,000 scores that decide accuracy, without `right_above`.
+          ChildProcessError: a worker process has ended before it was ready, four times.
         """
         sizes = [len(x) for x in (problems, texts, finish_reasons, lengths, turns) if x is not None]
         if len(set(sizes)) > 1:
@@ -178,12 +180,10 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         return Scores(rewards, unshaped, accuracy, parts, dict(errors), failures[self._accuracy], failed)
 
     def answers(self, problems: Sequence[Scorable], texts: Sequence[Sequence[str]]) -> list[list[str | None]]:
-        """The answers of the completions of P problems, as the verifier that decides accuracy compares them.
-
-        None where the verifier finds no answer. Equal answers to a problem are the same text. The equality of
-        `math_verify` has no normal form, so the verifier compares the answers with each other, in the pool (see
-        `merge_equal_answers`). No problem's reference answer is read.
-        """
+        """The answers in the completions of P problems, for majority votes. No reference answer is read. `texts` has
+        for each problem the texts of its completions. The result has in their place the answers that the verifier that
+        decides accuracy reads, or None where it finds none. Answers to one problem that this verifier finds equal are
+        the same text. "math_verify" compares answers in the worker processes, which takes time."""
         by_source = self._accuracy == BY_SOURCE
         places = collections.defaultdict[str, list[int]](list)
         for place, problem in enumerate(problems):
@@ -199,7 +199,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         return [found[place] for place in range(len(problems))]
 
     def close(self) -> None:
-        """Ends the worker processes and the event loop, if there are any."""
+        """Ends the worker processes, the judge's threads and the event loop. A second call does nothing."""
         if self._pool is not None:
             self._pool.close()
         if self._judge is not None:
@@ -261,11 +261,8 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         return merge_equal_answers(read, equal)
 
     def _check_for_grades(self, scores: Sequence[float]) -> None:
-        """Looks for grades, which are neither right nor wrong without `right_above`.
-
-        A grade among the first scores is an error. A later grade is noted once: a run does not end for one rare score
-        after hundreds of steps.
-        """
+        """Looks for grades, which are neither right nor wrong without `right_above`. A grade among the first scores is
+        an error. A later grade is noted once: a run does not end for one rare score after hundreds of steps."""
         grade = next((score for score in scores if score not in (-1, 0, 1)), None)
         if grade is None or self._grade_noted:
             self._grades_refused -= len(scores)
@@ -290,6 +287,6 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
 
 
 def total_reward(turns: Turns) -> float:
-    """The sum of the turns' rewards. After a failure of the environment the sum is at most 0: failing never pays."""
+    """The sum of the turns' rewards; at most 0 if the environment has failed: failing never pays."""
     paid = float(np.sum(turns.rewards, dtype=np.float64))
     return paid if turns.error is None else min(paid, 0.0)

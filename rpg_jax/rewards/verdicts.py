@@ -1,4 +1,4 @@
-"""Tasks of verifiers, and their verdicts: a score within bounds, or the kind of error. Checks a verifier's function."""
+"""A `Task` is one call of a function. Its `Verdict` is a score within bounds, a JSON object, or the kind of error."""
 
 import dataclasses
 import inspect
@@ -24,7 +24,8 @@ _FIRST_PROBLEMS = 16  # of fewer, all may by chance be unreadable for a verifier
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One call of a function: plain JSON goes in, and a score comes out, or an object of JSON."""
+    """One call of `function`: "module:function", or "module:Class.method" of an object that a worker process has made.
+    `arguments` are positional, `options` keywords, all JSON. It `returns` a number: "score", or a dict: "object"."""
 
     function: str
     arguments: tuple[Any, ...]
@@ -34,7 +35,8 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The result of a task: a finite `score` or an object `value`; or the kind of error (of `KINDS`) and its detail."""
+    """The result of a task: one of `score`, `value` and `error` is set, and the others are None. `score` is a finite
+    number within ±1e6, `value` a dict of plain JSON, `error` one of `KINDS`, and `detail` says more about it."""
 
     score: float | None
     error: str | None = None
@@ -43,7 +45,8 @@ class Verdict:
 
 
 def failure(error: BaseException) -> Verdict:
-    """The verdict of a function that raised: "value" for a BadScore, a kind of `CHANCE` for what machinery raises."""
+    """The verdict of a function that raised `error`, with the message as detail. The kind is "value" for BadScore,
+    "memory" for MemoryError, "timeout" for TimeoutError, "unreachable" for another OSError, "error" for all others."""
     if isinstance(error, BadScore):
         return Verdict(None, "value", str(error))
     kinds = {MemoryError: "memory", TimeoutError: "timeout", OSError: "unreachable"}
@@ -52,19 +55,16 @@ def failure(error: BaseException) -> Verdict:
 
 
 class FirstFailures:
-    """Looks at the verdicts of one reward or environment until one succeeds. Several threads may use it.
-
-    Args:
-      what: the reward or environment, for the message.
-      unit: what is judged: "completion", "turn".
-    """
+    """Notices that a reward or an environment fails on everything. Several threads may use it. For the message, `what`
+    names the reward or environment, and `unit` what one verdict judges: "completion" or "turn"."""
 
     def __init__(self, what: str, unit: str):
         self._what, self._unit = what, unit
         self._failed: set[Hashable] | None = set()
 
     def look(self, problems: Iterable[Hashable], verdicts: Sequence[Verdict]) -> None:
-        """Raises ValueError if all verdicts of the first 16 problems have failed. The message has the first reason."""
+        """Notes verdicts, and the keys of the problems that they belong to. Does nothing after the first success.
+        Raises ValueError if no verdict so far is a success, and at least 16 distinct problems were seen."""
         failed = self._failed
         if failed is None:
             return
@@ -81,20 +81,21 @@ class FirstFailures:
 
 
 REWARD = ("completion", "answer", "prompt")
-"""The arguments of a user's reward."""
+"""The names of the arguments of a user's reward, in their order."""
 
 
 class BadScore(ValueError):
-    """A function returned something else than its task asks for."""
+    """A function returned something else than the score or the object that its task asks for."""
 
 
 def checked(returns: Literal["score", "object"], value: Any) -> Verdict:
-    """The verdict of a function that returned `value`. Raises BadScore if `value` is not what the task asks for."""
+    """The verdict of a function that returned `value`. Raises BadScore if `value` is not what `returns` asks for:
+    "score", a finite number within ±1e6, or "object", a dict of plain JSON of at most 1 MiB."""
     return Verdict(checked_score(value)) if returns == "score" else Verdict(None, value=checked_object(value))
 
 
 def checked_score(value: Any) -> float:
-    """The score as a float. Raises BadScore for text and other types, NaN, and numbers beyond ±`LARGEST`."""
+    """The score as a float. Raises BadScore for what is no single number, and for NaN and numbers beyond ±1e6."""
     if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
         raise BadScore(f"a score is a number, got {type(value).__name__}")
     try:
@@ -107,7 +108,7 @@ def checked_score(value: Any) -> float:
 
 
 def checked_object(value: Any) -> dict[str, Any]:
-    """A dict of plain JSON. Raises BadScore for other types, NaN, and more than `LARGEST_OBJECT` bytes."""
+    """`value` itself. Raises BadScore if it is no dict of plain JSON, holds NaN, or has more than 1 MiB as JSON."""
     if not isinstance(value, dict):
         raise BadScore(f"an object is a dict, got {type(value).__name__}")
     try:
@@ -120,11 +121,15 @@ def checked_object(value: Any) -> dict[str, Any]:
 
 
 def check_call(function: Callable[..., Any], path: str, arguments: Sequence[str]) -> int:
-    """The number of `arguments` that `function`, known as `path`, is called with, beside its own keywords.
+    """How many of `arguments`, the first ones, `function` is called with. The function's options do not count.
 
-    A reward need not take the prompt: a function of two arguments, or whose third one is an option of its own with a
-    default, is called with completion and answer alone. Raises ValueError if the function takes other arguments, or
-    calls something else its `completion` or `prompt`, or expects lists: `completions`, as TRL's rewards do.
+    All are given, with one exception. A reward (its arguments are completion, answer, prompt) may leave the prompt out:
+    it has two positional arguments, or its third has a default and another name than "prompt".
+
+    `arguments` are the names of the positional arguments that a call offers; `path`, "module:function", is for the
+    message. A function without a signature, as some builtin functions are, passes. Raises ValueError if the function
+    cannot be called so, if its `completion` or `prompt` stands in another place, or if it takes `completions` or
+    `prompts`: it would expect lists, as TRL's rewards do.
     """
     try:
         signature = inspect.signature(function)

@@ -33,10 +33,11 @@ _denied: list[str] = []
 
 
 def main() -> None:
-    """Argument: JSON {"functions": {module:function: [argument, …], …}, "made": {module:Class: options, …}, …}.
-
-    And "startup_s", "deadline_s".
-    """
+    """Works until standard input ends. The command's argument is JSON, an object with these keys: "functions":
+    {"module:function": [names of its arguments]}; "made": {"module:Class": options}, the objects to make; "startup_s"
+    and "deadline_s": seconds for the imports and for a task. An alarm kills the process after twice the time. The first
+    line written is {"ready": process id}, or {"failed": reason}. Later lines have the task's "id" with "score",
+    "value", or "error" and "detail"."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     descendants.keep()
@@ -68,13 +69,10 @@ def main() -> None:
 
 
 def load_function(path: str, arguments: Sequence[str], made: Mapping[str, Any]) -> tuple[Callable[..., Any], int]:
-    """The function at "module:function", or the method "module:Class.method" of one of the objects `made`.
-
-    Also returns the number of `arguments` that the function is called with, see `check_call`.
-
-    Raises:
-      ValueError: the path has another form, there is no such function, or the function does not take `arguments`.
-    """
+    """Returns (function, the number of `arguments` that it is called with). `path` is "module:function", which is
+    imported, or "module:Class.method", a method of the object of this class in `made`. `arguments` are names; a reward
+    function may leave out the last one, the prompt. Raises ValueError if the path has another form, there is no such
+    function, or the function does not take `arguments`."""
     owner, _, method = path.rpartition(".")
     function = getattr(made[owner], method) if owner in made else load(path, "reward")
     return function, check_call(function, path, arguments)

@@ -41,32 +41,30 @@ FORMATS: dict[str, Callable[[str], bool]] = {
 
 
 def format_match(completion: str, *, pattern: str = "answer_line") -> float:
-    """1 if the completion has the form named `pattern`, else 0.
-
-    "answer_line": the last line is "Answer: …". "boxed": it contains \\boxed{…}. "number": a whole number, alone or
-    after one "#", with its sign before or after it. "think": reasoning between think tags, then text.
-
-    Raises ValueError if the pattern is unknown.
-    """
+    """1.0 if the completion has the form named `pattern`, else 0.0. "answer_line": the last line begins with "Answer:",
+    and text follows. "boxed": the completion contains "\\boxed{". "number": a whole number, alone or after the first
+    "#", with its sign before or after it. "think": the completion begins with "<think>", and text follows the first
+    "</think>". Raises ValueError if the pattern is unknown."""
     if pattern not in FORMATS:
         raise ValueError(f"unknown format {pattern!r}; known: {', '.join(FORMATS)}")
     return float(FORMATS[pattern](completion))
 
 
 def length_penalty(lengths: np.ndarray, *, limit: int) -> np.ndarray:
-    """-n / limit for a completion of n tokens: f32[N] in [-1, 0] for completions within the limit."""
+    """-n / limit, f32[N]: from 0 to -1 within the limit of tokens, below -1 beyond. `lengths`, i32[N], has the number
+    n of tokens of each completion. Raises ValueError if `limit` is below 1."""
     if limit < 1:
         raise ValueError(f"length limit must be >= 1 token, got {limit}")
     return -np.asarray(lengths, np.float32) / np.float32(limit)
 
 
 def overlong_penalty(lengths: np.ndarray, *, limit: int, buffer: int) -> np.ndarray:
-    """Soft overlong punishment of DAPO, min(-(n - (L_max - B)) / B, 0), f32[N].
+    """Soft overlong punishment of DAPO, min(-(n - (L_max - B)) / B, 0) for a completion of n tokens, f32[N].
 
-    It is 0 up to `limit - buffer` tokens, then falls linearly to -1 at `limit` tokens.
+    It is 0 up to `limit - buffer` tokens, then falls linearly to -1 at `limit` tokens, and further beyond.
 
     Args:
-      lengths: i32[N], completion tokens, stop token included.
+      lengths: i32[N], tokens of N completions, stop token included.
       limit: L_max, tokens.
       buffer: B, tokens.
 
@@ -82,7 +80,9 @@ def overlong_penalty(lengths: np.ndarray, *, limit: int, buffer: int) -> np.ndar
 
 @dataclasses.dataclass(frozen=True)
 class Verifier:
-    """A function (completion, answer) -> score. A score is right if it is 1, or above `rewards.right_above` if set.
+    """A function (completion, answer) -> score, or what takes its place, and how to call it.
+
+    A score of at least 1 is right; with the config's `rewards.right_above`, a score above that number.
 
     Attributes:
       path: "module:function".
@@ -90,9 +90,9 @@ class Verifier:
         its input. Other verifiers only compare strings, in a time that the length of their input bounds.
       wrong: score of a wrong answer, and of an answer on which the verifier fails.
       sees_prompt: the function also takes the prompt, as its third argument.
-      remote: a server is asked, see `judge.Judge`; the options are the fields of `judge.Server`.
+      remote: no function is called. `judge.Judge` asks a server, and the options are the fields of `judge.Server`.
       graded: scores say how good, not right or wrong. Such a verifier needs `rewards.right_above` to decide accuracy.
-      played: no function is called. The score is the sum of an environment's rewards, see `scorer.total_reward`.
+      played: no function is called. The score is the sum of an environment's rewards for the turns.
       read, equal: "module:function" of two functions of the pool, which majority votes need where equal answers have no
         normal form. `read` takes a completion and returns {"answer": text or None}. `equal` takes two answers, and
         returns 1 if both are equal, else 0. "": `extraction.extract_answer` writes equal answers alike.
@@ -112,17 +112,18 @@ class Verifier:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The names of the function's arguments, all strings."""
+        """The names of the function's arguments: completion, answer and, if `sees_prompt`, prompt. All are strings."""
         return REWARD if self.sees_prompt else REWARD[:2]
 
     def load(self) -> Callable[..., Any]:
+        """`function` if there is one, else the function imported from `path`. Raises ValueError if this fails."""
         return load(self.path, "reward") if self.function is None else self.function
 
 
 JUDGE, ENVIRONMENT = "judge", "environment"
 VERIFIERS = {
     "exact": Verifier("rpg_jax.rewards.extraction:exact"),
-    "math_dapo": Verifier("rpg_jax.rewards.math_dapo:math_dapo", wrong=-1.0),
+    "math_dapo": Verifier("rpg_jax.rewards.extraction:math_dapo", wrong=-1.0),
     "boxed": Verifier("rpg_jax.rewards.extraction:boxed"),
     "math_verify": Verifier(
         "rpg_jax.rewards.math_verify:math_verify",
@@ -169,10 +170,12 @@ NO_FUNCTIONS: Functions = MappingProxyType({})
 def resolve(name: str, functions: Functions = NO_FUNCTIONS) -> Verifier | None:
     """The verifier called `name`, or a user's own function "module:function"; None if `name` is neither.
 
-    A user's function gets (completion, answer, prompt), or (completion, answer) if it takes two, as strings. It gets
-    its options as keywords, and returns a number as `Verifier` says. It runs in the worker pool, where it writes no
-    files, starts no processes and has no network. A function in `functions`, which a Python program handed over, runs
-    in that program and may do all of this.
+    A user's function is called with the strings (completion, answer, prompt), or (completion, answer) if it takes two,
+    and with its options as keywords. It returns a number: at least 1 is right, 0 and -1 are wrong, other numbers are
+    grades. A function named by "module:function" is not imported here. It runs in a worker process, where it cannot
+    write files, start processes or use the network. A function in `functions`, which a Python program handed over under
+    a name, runs in that program and may do all of this. Raises ValueError if a function in `functions` takes other
+    arguments.
     """
     if name in functions:
         function = functions[name]
@@ -183,19 +186,15 @@ def resolve(name: str, functions: Functions = NO_FUNCTIONS) -> Verifier | None:
 
 
 def paths(names: Iterable[str]) -> list[str]:
-    """The sorted "module:function" of each distinct verifier among the parts `names`. Shaping terms have none.
-
-    "by_source" stands for all verifiers.
-    """
+    """The "module:function" of each verifier among the reward's parts `names`, sorted and without repetition. Shaping
+    terms ("format", "length", "overlong") are left out. "by_source" stands for all of `VERIFIERS`."""
     found = {v for name in names for v in (VERIFIERS.values() if name == BY_SOURCE else [resolve(name)]) if v}
     return sorted(verifier.path for verifier in found)
 
 
 def name_for_source(source: str) -> str:
-    """The name of the verifier for problems of `source`; reasoning-gym's tasks ("reasoning_gym/…") compare exactly.
-
-    Raises ValueError if the source is unknown.
-    """
+    """The name of the verifier for problems of the data set or task `source`; "exact" for "reasoning_gym/…". Raises
+    ValueError if the source is unknown."""
     if source.startswith("reasoning_gym/"):
         return "exact"
     if source not in SOURCES:
@@ -210,7 +209,14 @@ def check(
     accuracy: str | None = None,
     right_above: float | None = None,
 ) -> None:
-    """Raises as `Scorer` does, but starts no process and therefore does not check a user's own functions."""
+    """Checks the parts of a reward before a `Scorer` is made. Starts no process, and imports no user's function.
+
+    `weights` and `options` (keywords) are by the part's name. `accuracy` is the part that decides whether a completion
+    is right (None: the first verifier): if its score is above `right_above` (None: at least 1). Raises ValueError if a
+    part is unknown, an option is unknown, missing, out of its range or for a part without a weight, a weight is not
+    within ±1e6, no part is a verifier, `accuracy` is not a verifier among the parts, or the judge decides accuracy
+    without `right_above`.
+    """
     for name in {**weights, **options}:
         if name not in weights:
             raise ValueError(f"options for {name!r}, which is not among the rewards {list(weights)}")
@@ -233,17 +239,19 @@ def check(
 
 
 def deciding_part(weights: Mapping[str, float], accuracy: str | None) -> str:
-    """The part that decides accuracy: the named part, else the first verifier."""
+    """The name of the part that decides accuracy: `accuracy`, or if None the first verifier of `weights`."""
     return accuracy or next(filter(is_verifier, weights))
 
 
 def needs_answers(weights: Mapping[str, float]) -> bool:
-    """Whether a part compares completions with reference answers. A part that sees the prompt may do without."""
+    """Whether a part compares completions with reference answers. Such parts are "by_source" and the verifiers that do
+    not see the prompt. Other verifiers may do without an answer."""
     verifiers = {name: resolve(name) for name in weights if is_verifier(name)}
     return any(verifier is None or not verifier.sees_prompt for verifier in verifiers.values())
 
 
 def is_verifier(name: str) -> bool:
+    """Whether `name` is "by_source", a name in `VERIFIERS`, or has the form "module:function". Imports nothing."""
     return name == BY_SOURCE or resolve(name) is not None
 
 

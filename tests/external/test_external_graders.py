@@ -9,7 +9,7 @@ import pytest
 
 from rpg_jax.data import sources
 from rpg_jax.rewards import verifiers
-from rpg_jax.rewards.math_dapo import normalise
+from rpg_jax.rewards.extraction import normalise
 from rpg_jax.rewards.verifiers import overlong_penalty
 from tests.external.cases import FOLDER, cases, compare
 

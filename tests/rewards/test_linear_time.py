@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpg_jax.rewards import extraction, math_dapo, verifiers
+from rpg_jax.rewards import extraction, verifiers
 
 UNITS = [
     "{",
@@ -30,8 +30,8 @@ FUNCTIONS = {
     "boxed": lambda text: extraction.boxed(text, "7"),
     "box": lambda text: extraction.boxed("\\boxed{" + text + "}", "7"),
     "reference": lambda text: extraction.boxed("\\boxed{7}", text),
-    "math_dapo": lambda text: math_dapo.math_dapo(text, "7"),
-    "normalise": math_dapo.normalise,
+    "math_dapo": lambda text: extraction.math_dapo(text, "7"),
+    "normalise": extraction.normalise,
     "exact": lambda text: extraction.exact(text, "7"),
     **{name: verifiers.FORMATS[name] for name in verifiers.FORMATS},
 }
@@ -87,7 +87,7 @@ class CountedPattern:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_twice_the_length_takes_at_most_twice_the_operations(name, monkeypatch):
-    monkeypatch.setattr(math_dapo, "_END", CountedPattern(math_dapo._END))
+    monkeypatch.setattr(extraction, "_END", CountedPattern(extraction._END))
     for unit in UNITS:
         counts = []
         for length in (2_000, 4_000):
@@ -98,10 +98,10 @@ def test_twice_the_length_takes_at_most_twice_the_operations(name, monkeypatch):
 
 
 def test_the_other_patterns_of_the_trainer_have_a_bounded_length():
-    for pattern in (math_dapo._BARE_FRACTION, math_dapo._BARE_ROOT, math_dapo._END):
+    for pattern in (extraction._BARE_FRACTION, extraction._BARE_ROOT, extraction._END):
         assert re._parser.parse(pattern.pattern).getwidth()[1] <= 8
     long = "Answer: " + "x" * 10_000
-    assert math_dapo.extract(long) == "x" * math_dapo.TAIL_CHARACTERS or math_dapo.extract(long) == math_dapo.INVALID
+    assert extraction.dapo_answer(long) in ("x" * extraction.TAIL_CHARACTERS, extraction.INVALID)
 
 
 PUBLISHED = {  # the rules as regular expressions, which take quadratic time
@@ -121,7 +121,7 @@ texts = st.lists(st.sampled_from([*UNITS, "x", "٣", "\u2028", "\r", "\x0b", "\\
 def test_the_rules_are_the_published_ones(text):
     for name, pattern in PUBLISHED.items():
         assert verifiers.FORMATS[name](text) == (pattern.fullmatch(text) is not None), name
-    assert "\n".join(map(math_dapo._first_math, text.split("\n"))) == FIRST_MATH.sub(r"$\1$", text)
-    assert "\n".join(map(math_dapo._unboxed, text.split("\n"))) == BOXED.sub(r"\1", text)
+    assert "\n".join(map(extraction._first_math, text.split("\n"))) == FIRST_MATH.sub(r"$\1$", text)
+    assert "\n".join(map(extraction._unboxed, text.split("\n"))) == BOXED.sub(r"\1", text)
     for command, pattern in WRAPPERS.items():
-        assert math_dapo._unwrapped(text, f"\\{command}{{") == pattern.sub(r"\1", text)
+        assert extraction._unwrapped(text, f"\\{command}{{") == pattern.sub(r"\1", text)
