@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command with the arguments `argv`, by default those of the process; returns its exit code."""
     parser = cli.parser("export", __doc__)
     parser.add_argument("--run", help="folder of the run")
-    parser.add_argument("--out", help="folder to write; must not hold a model already")
+    parser.add_argument("--out", help="folder to write; must be new or empty")
     parser.add_argument("--step", type=int, help="checkpoint to export; default: the last")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the weights; default: the run's")
     parser.add_argument("--adapter", action="store_true", help="the adapters alone, as the library peft reads them")
