@@ -9,22 +9,22 @@ import jax.numpy as jnp
 
 
 def masked_fill(x: jax.Array, mask: jax.Array, value: float = 0.0) -> jax.Array:
-    """`x` where `mask` is nonzero, `value` elsewhere; no gradient reaches a replaced entry."""
+    """`x` where `mask` is nonzero, `value` elsewhere, in x's dtype; no gradient reaches a replaced entry."""
     return jnp.where(mask != 0, x, jnp.asarray(value, x.dtype))
 
 
 def masked_sum(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """Σ x over the entries where `mask` is nonzero."""
+    """Σ x over the entries where `mask` is nonzero, a scalar."""
     return jnp.sum(masked_fill(x, mask))
 
 
 def masked_max(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """The largest x where `mask` is nonzero, for x >= 0; 0 if the mask is zero everywhere."""
+    """The largest x where `mask` is nonzero, a scalar, for x >= 0; 0 if the mask is zero everywhere."""
     return jnp.max(masked_fill(x, mask), initial=0)
 
 
 def completion_sum(x: jax.Array, mask: jax.Array, completion_ids: jax.Array | None = None) -> jax.Array:
-    """The sum over each token's own completion: y[b, t] = Σ_u x[b, u] · mask[b, u] · [id(b, u) = id(b, t)].
+    """The sum over each token's own completion: y[b, t] = Σ_u x[b, u] · [mask[b, u] ≠ 0] · [id(b, u) = id(b, t)].
 
     Args:
       x: f[B, T].
@@ -42,13 +42,20 @@ def completion_sum(x: jax.Array, mask: jax.Array, completion_ids: jax.Array | No
 
 
 def completion_mean(x: jax.Array, mask: jax.Array, completion_ids: jax.Array | None = None) -> jax.Array:
-    """The mean over the unmasked tokens of each token's own completion, f[B, T]; 0 without unmasked tokens."""
+    """The mean of x over the tokens of each token's own completion where `mask` is nonzero; 0 if there are none.
+
+    x and the result are f[B, T], mask [B, T]. `completion_ids` i32[B, T] in 0 … T has the number of the token's
+    completion in the row; None is one completion a row.
+    """
     lengths = completion_sum(jnp.ones_like(x), mask, completion_ids)
     return completion_sum(x, mask, completion_ids) / jnp.maximum(lengths, 1)
 
 
 def completion_count(mask: jax.Array, completion_ids: jax.Array | None = None) -> jax.Array:
-    """Number of completions with at least one unmasked token, i32 scalar; empty rows do not count."""
+    """The number of completions with a token whose `mask` [B, T] is nonzero, i32[]; an empty row has none.
+
+    `completion_ids` i32[B, T] in 0 … T has the number of the token's completion in the row; None: one completion a row.
+    """
     present = mask != 0
     if completion_ids is None:
         return jnp.sum(jnp.any(present, axis=1), dtype=jnp.int32)
@@ -74,12 +81,13 @@ def completion_scan(
     Args:
       x: f[B, T]; counts as 0 where the mask is zero.
       mask: [B, T], nonzero where a token counts.
-      completion_ids: i32[B, T]; the tokens of a completion stand together. None is one completion a row.
-      decay: f[B, T]; counts as 1 where the mask is zero. None is 1 everywhere.
+      completion_ids: i32[B, T], the number of the token's completion in the row; the tokens of a completion stand
+        together. None is one completion a row.
+      decay: f[B, T]; counts as 1 where the mask is zero, so y passes such a token unchanged. None is 1 everywhere.
       reverse: runs from the last token back, y_t = x_t + decay_t · y_{t+1}.
 
     Returns:
-      f[B, T].
+      f[B, T], y at every token, also where the mask is zero.
     """
     x = masked_fill(x, mask)
     decay = jnp.ones_like(x) if decay is None else masked_fill(decay, mask, 1)

@@ -1,7 +1,7 @@
 """The values that cross package borders: sampling parameters, completions, rows and batches.
 
 Token log-probabilities are natural logarithms (nats), f32, at the sampling temperature. Axis letters: `B` rows, `T`
-positions of a row, `C` completion tokens of a row.
+positions of a row, `C` completion tokens of a row, `L` layers.
 """
 
 import dataclasses
@@ -22,10 +22,15 @@ FinishReason = Literal["stop", "length", "turns"]
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn.
+    """How completions are drawn. A number out of its range raises ValueError.
 
-    `temperature` 0 means greedy; `top_p` 1, `top_k` 0 and `min_p` 0 switch the truncations off; `max_tokens` counts the
-    stop token, which is kept in the completion.
+    Attributes:
+      temperature: finite, >= 0; logits are divided by the temperature. 0 means greedy.
+      top_p: in (0, 1]; only the most probable tokens that together have this probability are drawn. 1 is no limit.
+      top_k: >= 0; only this many most probable tokens are drawn. 0 is no limit.
+      max_tokens: >= 1, the most tokens of a completion. The stop token counts.
+      stop_token_ids: the tokens that end a completion. The drawn stop token is kept in the completion.
+      min_p: in [0, 1]; only tokens with at least min_p times the largest probability are drawn. 0 is no limit.
     """
 
     temperature: float = 1.0
@@ -57,11 +62,7 @@ class Count:
 
     @classmethod
     def parse(cls, text: str, name: str = "a count") -> Self:
-        """Reads a count such as "10 steps", "1 step" or "16updates".
-
-        Raises:
-          ValueError: `text` has another form. The message names the count by `name`.
-        """
+        """Reads "10 steps", "1 step", "16updates" and the like. Raises ValueError, which names `name`, for other texts."""
         found = re.fullmatch(r"(\d+) ?(step|update)s?", text)
         if found is None:
             raise ValueError(
@@ -76,11 +77,11 @@ class Count:
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """How an environment has answered the policy within a completion of several turns.
+    """How an environment has answered the policy within a completion of n tokens and k turns.
 
     Attributes:
-      observed: bool[n], the tokens that the environment wrote; the policy reads them and is never trained on them.
-      rewards: f32[k], the environment's reward for each of the k turns.
+      observed: bool[n], True at tokens that the environment wrote; the policy reads them and is never trained on them.
+      rewards: f32[k], the environment's reward for each turn.
       error: the kind of failure that ended the conversation, one of `rewards.KINDS`; None without a failure.
     """
 
@@ -90,27 +91,28 @@ class Turns:
 
     @property
     def numbers(self) -> np.ndarray:
-        """i32[n], the number of each token's turn, from 0. An observation has the number of the turn before it."""
+        """i32[n], the number of each token's turn, from 0. An environment's token has that of the turn before it."""
         begins = np.diff((~self.observed).astype(np.int8), prepend=0) == 1
         return np.maximum(np.cumsum(begins) - 1, 0).astype(np.int32)
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """(first, end) of each observation: the index of its first token, and the index after its last token."""
+        """(first, end) of each run of tokens that the environment wrote; `end` is the index after its last token."""
         edges = np.flatnonzero(np.diff(self.observed.astype(np.int8), prepend=0, append=0)).tolist()
         return list(zip(edges[::2], edges[1::2], strict=True))
 
     def record(self) -> dict[str, Any]:
-        """The arguments of `of` as JSON can hold them. Every bit of the numbers is kept."""
+        """The arguments `spans`, `rewards` and `error` of `Turns.of`, by name, ready for JSON; no number is rounded."""
         return {"spans": self.spans, "rewards": self.rewards.tolist(), "error": self.error}
 
     @classmethod
     def of(
         cls, spans: Iterable[tuple[int, int]], rewards: Sequence[float], error: str | None = None, *, length: int
     ) -> Self:
-        """The turns of a completion of `length` tokens. Observation i has the tokens first, …, end - 1 of spans[i].
+        """The turns of a completion of `length` tokens, with `rewards` and `error` as in the attributes of `Turns`.
 
-        Raises ValueError if an observation is empty, or not within the completion.
+        The environment wrote the tokens first, …, end − 1 of each (first, end) in `spans`. Raises ValueError if one of
+        these runs is empty, or not within the completion.
         """
         observed = np.zeros(length, bool)
         for first, end in spans:
@@ -148,23 +150,23 @@ class Completion:
 
     @property
     def token_versions(self) -> np.ndarray:
-        """i32[n], for each token the version of the weights that sampled it."""
+        """i32[n], for each token the version of the weights that sampled it; `weight_version` without `versions`."""
         return np.full(len(self.tokens), self.weight_version, np.int32) if self.versions is None else self.versions
 
     def followed_by(self, rest: "Completion") -> "Completion":
-        """The completion of one turn whose later tokens are `rest`, which other weights may have sampled."""
+        """`rest` with this completion's tokens, log-probs and versions before its own. Both are of one turn."""
         both = [(getattr(self, name), getattr(rest, name)) for name in ("tokens", "logprobs", "token_versions")]
         tokens, logprobs, versions = map(np.concatenate, both)
         return dataclasses.replace(rest, tokens=tokens, logprobs=logprobs, versions=versions)
 
     @property
     def digest(self) -> int:
-        """CRC-32 of the token ids, by which a file of texts tells whether a text has the tokens that were sampled."""
+        """CRC-32 of the token ids as little-endian i32. A file of texts recognises the sampled tokens by it."""
         return zlib.crc32(self.tokens.astype("<i4").tobytes())
 
     @property
     def truncated(self) -> bool:
-        """Whether a limit of tokens or of turns ended the completion."""
+        """Whether a limit of tokens or of turns ended the completion (`finish_reason` is not "stop")."""
         return self.finish_reason != "stop"
 
     @property
@@ -174,7 +176,7 @@ class Completion:
 
     @property
     def turn_numbers(self) -> np.ndarray:
-        """i32[n], the number of each token's turn, see `Turns.numbers`. All 0 for a completion of one turn."""
+        """i32[n], the number of each token's turn, from 0; see `Turns.numbers`. All 0 without an environment."""
         return np.zeros(len(self.tokens), np.int32) if self.turns is None else self.turns.numbers
 
 
@@ -214,7 +216,7 @@ class Rows:
 
     @property
     def unrouted(self) -> Self:
-        """The rows without `experts`, for a model that is not the policy."""
+        """The rows with `experts` None, for a model that is not the policy and therefore chooses its own experts."""
         return dataclasses.replace(self, experts=None)
 
 
@@ -251,7 +253,7 @@ class Batch:
     returns: jax.Array | None = None
 
     def known(self, column: str) -> jax.Array:
-        """The array of the column with this name. Raises ValueError if the batch does not have the column yet."""
+        """The array of the column `column`, a field of `Batch`. Raises ValueError if the column is None."""
         array = getattr(self, column)
         if array is None:
             raise ValueError(f"the batch has no {column} yet: add the column before the program that reads it")
@@ -259,15 +261,20 @@ class Batch:
 
     @property
     def mask(self) -> jax.Array:
+        """f32[B, C], 1 at a completion token that the update trains on."""
         return self.rows.mask
 
     @property
     def completion_ids(self) -> jax.Array:
+        """i32[B, C], the completion of each token in its row: 1, 2, …; 0 is padding."""
         return self.rows.completion_ids
 
     @property
     def loss_inputs(self) -> dict[str, Any]:
-        """The arguments of a loss (see `losses.policy_loss`) except log π_θ."""
+        """The arrays for `losses.policy_loss` by argument, except `logprobs` and `group_ids`; None where not computed.
+
+        Raises ValueError if `behaviour_logprobs` or `advantages` is not computed.
+        """
         return {
             "behaviour_logprobs": self.known("behaviour_logprobs"),
             "advantages": self.known("advantages"),

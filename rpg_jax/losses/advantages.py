@@ -1,9 +1,8 @@
 """Advantages of completions from their rewards: A = R − b, one number a completion.
 
-All take f[P, G] rewards (P prompts, G completions each) and return f[P, G]. A group of one has baseline 0.
-
+Rewards and advantages are f[P, G]: P prompts with G completions each, a prompt's completions being a group.
 `counted` is bool[P, G]: the completions that are compared and that the update trains on; None: all. No mean, minimum or
-deviation reads another completion, whose result has no meaning. A group of several has no single counted completion.
+deviation reads another completion, whose result has no meaning; `advantages` sets it to 0.
 """
 
 import collections
@@ -25,7 +24,7 @@ VARIANCE_FLOOR = 1e-8
 
 @dataclasses.dataclass(frozen=True)
 class Advantage(Declared):
-    """A declared advantage. `over` says with what a completion is compared: with its group, or with the whole batch."""
+    """A declared advantage: its function, its LaTeX `equation`, and `over`: what a completion is compared with."""
 
     over: Literal["group", "batch"] = "group"
 
@@ -40,7 +39,11 @@ LEARNED_ADVANTAGES = Table(Declared)
 
 @ADVANTAGES.declare(r"R_i - \tfrac1G \textstyle\sum_j R_j")
 def group_mean(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
-    """r − mean of the group (RPG, arXiv:2505.17508); exactly 0 where all rewards of a group are equal."""
+    """R_i − mean of the group's R; rewards and result are f[P, G] (RPG, arXiv:2505.17508).
+
+    Exactly 0 where all rewards of a group are equal; the reward itself where G = 1. `counted` bool[P, G] are the
+    completions of the mean (None: all); elsewhere the result has no meaning.
+    """
     if rewards.shape[1] == 1:
         return rewards
     one = rewards[:, :1]
@@ -55,13 +58,17 @@ def group_mean(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Arra
 
 @ADVANTAGES.declare(r"R_i - \mathrm{mean}_\mathrm{batch}(R)", over="batch")
 def batch_mean(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
-    """r − mean of the batch."""
+    """R_i − mean of all rewards where `counted` bool[P, G] (None: all); rewards and result are f[P, G]."""
     return rewards - jnp.mean(rewards, where=counted)
 
 
 @ADVANTAGES.declare(r"(R_i - \mathrm{mean}_\mathrm{group}(R)) / (\mathrm{std}_\mathrm{group}(R) + 10^{-6})")
 def group_standardised(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
-    """(r − mean) / (std + 1e-6) of the group (GRPO, arXiv:2402.03300; DAPO). std has G − 1; for G = 1 std is 1."""
+    """(R_i − mean)/(std + 1e-6) of the group, f[P, G] as the rewards (GRPO, arXiv:2402.03300; DAPO).
+
+    std divides by the group's number minus 1; for G = 1 the result is R/(1 + 1e-6). `counted` bool[P, G] are the
+    completions of mean and std (None: all); elsewhere the result has no meaning.
+    """
     centred = group_mean(rewards, counted)
     deviation = jnp.std(centred, axis=1, keepdims=True, ddof=1, where=counted) if rewards.shape[1] > 1 else 1.0
     return centred / (deviation + STANDARD_DEVIATION_FLOOR)
@@ -69,7 +76,11 @@ def group_standardised(rewards: jax.Array, counted: jax.Array | None = None) -> 
 
 @ADVANTAGES.declare(r"R_i - \tfrac{1}{G-1} \textstyle\sum_{j \ne i} R_j")
 def leave_one_out(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
-    """r − mean of the other completions of the group (RLOO, arXiv:2402.14740)."""
+    """R_i − mean of the other completions of the group, f[P, G] as the rewards (RLOO, arXiv:2402.14740).
+
+    `counted` bool[P, G] are the completions of the mean (None: all); elsewhere the result has no meaning. A completion
+    without others has its reward.
+    """
     if rewards.shape[1] == 1:
         return rewards
     if counted is None:
@@ -82,11 +93,12 @@ def leave_one_out(rewards: jax.Array, counted: jax.Array | None = None) -> jax.A
     r"(R_i - \mathrm{mean}_\mathrm{group}(R)) / (\mathrm{mean}_\mathrm{group}(R) - \min_\mathrm{group}(R))"
 )
 def maxrl(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
-    """(r − mean) / (mean − min) of the group, 0 where all rewards are equal (MaxRL, arXiv:2602.02710 Algorithm 1).
+    """(R_i − mean)/(mean − min) of the group, 0 where all are equal; f[P, G] (MaxRL, arXiv:2602.02710 Algorithm 1).
 
     The paper assumes a reward of two values. For such a reward with success rate p the advantage is the paper's
     (s − p)/p, s ∈ {0, 1}, whatever the two values are. The expected gradient over groups is Σ_{k=1}^{G−1} ∇pass@k / k,
-    the first terms of the series of ∇log p. In a group of one the advantage is the reward.
+    the first terms of the series of ∇log p. Where G = 1 the advantage is the reward. `counted` bool[P, G] are the
+    completions of mean and min (None: all); elsewhere the result has no meaning.
     """
     if rewards.shape[1] == 1:
         return rewards
@@ -100,10 +112,12 @@ def maxrl(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
     over="batch",
 )
 def gdpo(parts: jax.Array, part_weights: jax.Array, counted: jax.Array | None = None) -> jax.Array:
-    """Standardises each part of a reward in its group, then the weighted sum over the batch (GDPO, arXiv:2601.05242).
+    """The weighted sum of a reward's parts, each standardised in its group, then over the batch; f[P, G] (GDPO).
 
-    So the weight ω of a part says how much the part counts, whatever its spread is. `parts` is f[P, G, N], unweighted.
-    Both standard deviations divide by the number minus one. 1e-6 is added to both; NVlabs/GDPO at b080e63 adds 1e-4.
+    `parts` f[P, G, N] are unweighted, `part_weights` f[N] are the weights ω: so ω says how much a part counts, whatever
+    the part's spread is. `counted` bool[P, G] are the completions that are compared (None: all); elsewhere the result
+    has no meaning. Both deviations divide by the number minus 1, and have 1e-6 added. Source: arXiv:2601.05242; its
+    code, NVlabs/GDPO at b080e63, adds 1e-4.
     """
     standardised = jax.vmap(lambda part: group_standardised(part, counted), in_axes=-1, out_axes=-1)(parts)
     summed = jnp.sum(part_weights * standardised, axis=-1)
@@ -119,9 +133,10 @@ def _counts(counted: jax.Array) -> jax.Array:
 
 
 def whiten(values: jax.Array, lengths: jax.Array) -> jax.Array:
-    """(x − mean) · rsqrt(var + 1e-8) over tokens: a completion counts once per trained token. var divides by N − 1.
+    """(x − mean) · rsqrt(var + 1e-8) over the tokens of all completions; `values` x and the result are f[P, G].
 
-    If all completions with tokens have equal values, the result is exactly 0: a rounded mean would become large.
+    A completion counts `lengths` i32[P, G] times, once a trained token. var divides by the number of tokens minus 1. If
+    all completions with tokens have equal values, their result is exactly 0: a rounded mean would become large.
     """
     tokens = lengths.astype(values.dtype)
     count = jnp.maximum(jnp.sum(tokens), 1)
@@ -134,13 +149,20 @@ def whiten(values: jax.Array, lengths: jax.Array) -> jax.Array:
 
 @ADVANTAGES.declare(r"\mathrm{whiten}_\mathrm{tokens}(R_i)", over="batch")
 def whitened_returns(rewards: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Returns with γ = 1 (the reward, at every token), whitened over tokens (REINFORCE++, arXiv:2501.03262)."""
+    """The rewards whitened over tokens, f[P, G]: REINFORCE++'s returns with γ = 1 (arXiv:2501.03262).
+
+    `lengths` i32[P, G] is the number of trained tokens of each completion, 0 for one that is not counted.
+    """
     return whiten(rewards, lengths)
 
 
 @ADVANTAGES.declare(r"\mathrm{whiten}_\mathrm{tokens}(R_i - \mathrm{mean}_\mathrm{group}(R))", over="batch")
 def whitened_group_mean(rewards: jax.Array, lengths: jax.Array, counted: jax.Array | None = None) -> jax.Array:
-    """`group_mean`, whitened over tokens (the baseline variant of REINFORCE++)."""
+    """R_i − mean of the group, whitened over tokens; f[P, G] (the baseline variant of REINFORCE++, arXiv:2501.03262).
+
+    `lengths` i32[P, G] is the number of trained tokens of each completion, 0 for one that is not counted. `counted`
+    bool[P, G] are the completions of the mean (None: all).
+    """
     return whiten(group_mean(rewards, counted), lengths)
 
 
@@ -148,16 +170,16 @@ _GIVEN = ("rewards", "counted", "lengths", "parts", "part_weights")
 
 
 def declare_own_advantage(name: str, function: Callable[..., jax.Array]) -> None:
-    """Adds an advantage from outside this repository to `ADVANTAGES`.
+    """Adds an advantage from outside this repository to `ADVANTAGES`, in place of one with the same name.
 
-    `function(rewards)` takes and returns f[P, G], as the advantages here do. The function may also ask for `counted`
-    and `lengths`, or take `parts` and `part_weights` instead of rewards. The function may compare different groups, so
-    `turn_advantages` refuses the advantage.
+    The function may compare different groups, so `turn_advantages` refuses the advantage.
 
     Args:
       name: "module:function", the value of `loss.advantage` in a config.
+      function: `function(rewards)` takes and returns f[P, G]. It may also ask for `counted` bool[P, G] and `lengths`
+        i32[P, G], or take `parts` f[P, G, N] and `part_weights` f[N] in place of `rewards`, all by these names.
 
-    Raises ValueError if `function` does not have this form.
+    Raises ValueError if `function` is no Python function or asks for other arguments.
     """
     if not inspect.isfunction(function):
         raise ValueError(f"the advantage {name!r} must be a function, made with def; got {type(function).__name__}")
@@ -179,20 +201,20 @@ def advantages(
     part_weights: Sequence[float] | None = None,
     counted: ArrayLike | None = None,
 ) -> jax.Array:
-    """Advantages of a batch of groups.
+    """Advantages of a batch of groups: one number a completion, which all its tokens share.
 
     Args:
       name: a name of `ADVANTAGES`.
-      rewards: f[P, G], one a completion.
+      rewards: f[P, G], G completions of each of P prompts.
       lengths: i32[P, G], the trained tokens of each completion. Only the whitened advantages read the lengths.
       parts, part_weights: f[P, G, N] and N weights. The weighted sum of the parts is the reward. Only `gdpo` reads the
-        parts; without `parts` the reward is the only part.
+        parts; without `parts` the reward is the only part, and without `part_weights` every weight is 1.
       counted: bool[P, G], the completions that the update trains on; None: all. Other completions have advantage 0, and
         they change no advantage. The only counted completion of a group of several has advantage 0, not its reward,
         because no other completion can be compared with it.
 
     Returns:
-      f32[P, G] (f64 for f64 rewards), one advantage for all tokens of a completion. No gradient.
+      f32[P, G] (f64 for f64 rewards). No gradient.
 
     Raises:
       ValueError: an unknown name, an advantage from a critic, a wrong shape, a whitened advantage without `lengths`,
@@ -263,8 +285,8 @@ def turn_advantages(
 
         R_{i,t} = Σ_{j ≥ t} r_{i,j},   A_{i,t} = A(R_{i,t}, {R_{j,s} : j ≠ i, T_j ≥ s})_i,   s = min(t, max_{j≠i} T_j)
 
-    T_j is the number of turns of completion j. So s is t, except at turns that no other completion of the group has.
-    The return of such a turn is compared with the last return of the longest other completions.
+    r_{i,j} is the reward of turn j of completion i, T_j the number of turns of completion j. So s is t, except at turns
+    that no other completion has: such a turn is compared with the last returns of the longest other completions.
 
     R_{i,t} leaves out the rewards of earlier turns, because a turn cannot change them. The baseline of `leave_one_out`
     depends on other completions alone, and s does too. So the expected gradient is the gradient of the sum of rewards.
@@ -272,12 +294,13 @@ def turn_advantages(
     advantage of its completion. A group of one has baseline 0.
 
     Args:
-      name: an advantage over a group.
-      returns: for each of P prompts and G completions f32[k], R_{i,1} … R_{i,k}.
-      counted: for each completion whether the update trains on it, as in `advantages`; None: all. Others have 0.
+      name: a name of `ADVANTAGES` that compares within a group.
+      returns: for each of P prompts and G completions f32[k], R_{i,1} … R_{i,k} of its k turns.
+      counted: [P][G] bools, the completions that the update trains on; None: all. Others have advantage 0 and change no
+        advantage, and so has the only counted completion of a group of several.
 
     Returns:
-      f32[k] for each prompt and completion.
+      For each prompt and completion f32[k], A_{i,1} … A_{i,k}: NumPy arrays.
 
     Raises ValueError if the advantage is unknown, compares a whole batch, or comes from a critic.
 

@@ -14,7 +14,11 @@ from rpg_jax.losses.declaration import Declared, Table, lookup
 
 
 class Trained(Protocol):
-    """The tokens that the update trains on (`mask`), and the completion of each token (`completion_ids`)."""
+    """Tokens [B, T], as `Tokens` and `Batch` have them.
+
+    `mask` [B, T] is nonzero where the update trains. `completion_ids` i32[B, T] in 0 … T has the number of each token's
+    completion in its row; None is one completion a row.
+    """
 
     @property
     def mask(self) -> jax.Array: ...
@@ -30,20 +34,20 @@ Mean = Callable[[jax.Array, Any], Sums]
 
 @AGGREGATES.declare(r"\textstyle\sum_{i,t} \ell_{i,t} / \sum_i T_i")
 def token_mean(values: jax.Array, tokens: Trained) -> Sums:
-    """Σ loss / number of tokens (the paper and DAPO)."""
+    """(Σ loss, number of trained tokens), scalars: the mean over tokens of `values` f[B, T] (the paper and DAPO)."""
     return masking.masked_sum(values, tokens.mask), jnp.sum(tokens.mask != 0, dtype=values.dtype)
 
 
 @AGGREGATES.declare(r"\tfrac1N \textstyle\sum_i \sum_t \ell_{i,t}")
 def sequence_mean_token_sum(values: jax.Array, tokens: Trained) -> Sums:
-    """Mean over completions of the token sum."""
+    """(Σ loss, number of completions), scalars: the mean over completions of the token sum of `values` f[B, T]."""
     completions = _completions(values, tokens)
     return masking.masked_sum(values, tokens.mask), completions
 
 
 @AGGREGATES.declare(r"\tfrac1N \textstyle\sum_i \tfrac{1}{T_i} \sum_t \ell_{i,t}")
 def sequence_mean_token_mean(values: jax.Array, tokens: Trained) -> Sums:
-    """Mean over completions of the token mean (GRPO)."""
+    """(Σ loss/T_i, number of completions): the mean over completions of the token mean of `values` f[B, T] (GRPO)."""
     completions = _completions(values, tokens)
     lengths = masking.completion_sum(jnp.ones_like(values), tokens.mask, tokens.completion_ids)
     return masking.masked_sum(values / jnp.maximum(lengths, 1), tokens.mask), completions
@@ -51,7 +55,10 @@ def sequence_mean_token_mean(values: jax.Array, tokens: Trained) -> Sums:
 
 @AGGREGATES.declare(r"\tfrac{1}{N L} \textstyle\sum_i \sum_t \ell_{i,t}")
 def constant(values: jax.Array, tokens: Trained, constant_length: float | None) -> Sums:
-    """Σ loss / (completions × constant_length) (Dr. GRPO)."""
+    """(Σ loss, completions × constant_length): the token sum of `values` f[B, T], over a fixed length (Dr. GRPO).
+
+    `constant_length` is in tokens; None raises ValueError.
+    """
     if constant_length is None:
         raise ValueError("aggregate 'constant' needs constant_length, in tokens: usually the completion budget")
     total, completions = sequence_mean_token_sum(values, tokens)
@@ -63,14 +70,14 @@ def _completions(values: jax.Array, tokens: Trained) -> jax.Array:
 
 
 def aggregate(values: jax.Array, tokens: Trained, kind: str, constant_length: float | None = None) -> Sums:
-    """The sum and the weight of a per-token quantity, both scalars; the aggregate is sum / weight.
+    """The sum and the weight of a per-token quantity, f[] each in the dtype of `values`; the aggregate is sum / weight.
 
     Args:
-      values: f[B, T].
+      values: f[B, T], read only where `tokens.mask` is nonzero. The gradient flows through the sum.
       tokens: `tokens.mask` says which tokens count, and `tokens.completion_ids` tells completions apart. A completion
         without an unmasked token does not count.
       kind: a name of `AGGREGATES`.
-      constant_length: tokens, for `constant`.
+      constant_length: tokens; only `constant` reads the length, usually the completion budget.
 
     Raises ValueError if `kind` is unknown, or `kind` is `constant` and `constant_length` is None.
     """

@@ -1,8 +1,9 @@
 """The losses that RPG is compared with: PPO, GRPO, REINFORCE++, GSPO and CISPO.
 
-Each takes `Tokens` and returns a `TokenLoss`, to be minimised. They differ in the ratio and the KL term. Methods that
-differ in clip range, advantages or aggregate alone (DAPO, Dr. GRPO and RLOO from PPO) are rows of `METHODS`. Gradients
-reach `logprobs` only.
+Each takes `Tokens` and returns a `TokenLoss` f[B, T], to be minimised. They differ in the ratio and the KL term.
+Methods that differ in clip range, advantages or aggregate alone (DAPO, Dr. GRPO and RLOO from PPO) are rows of
+`METHODS`. w = π_θ/π_old, r = π_θ/π_ref and A the advantage, of a token; ε₁ = `clip_low`, ε₂ = `clip_high`,
+c = `clip_dual` (None: no dual bound), β = `kl_coef`. A gradient reaches log π_θ only.
 """
 
 import math
@@ -25,17 +26,20 @@ _CLIP = r"\mathrm{clip}_\mathrm{PPO}(w, A)"
 
 @LOSSES.declare(_CLIP)
 def ppo(tokens: Tokens, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2, clip_dual: ClipDual = 10.0) -> TokenLoss:
-    """PPO with a dual clip: max(−wA, −clip(w, 1 − ε₁, 1 + ε₂)A), and where A < 0 at most −cA (arXiv:1912.09729).
+    """PPO with a dual clip (minimise): max(−wA, −clip(w, 1 − ε₁, 1 + ε₂)A), and where A < 0 at most −cA; f[B, T].
 
-    With `clip_high` 0.28 ("clip-higher") the loss is the loss of DAPO (arXiv:2503.14476 eq. 10). With the aggregate
-    `constant` the loss is the loss of Dr. GRPO (arXiv:2503.20783).
+    w = π_θ/π_old carries the gradient, A is the advantage; ε₁ = `clip_low`, ε₂ = `clip_high`, c = `clip_dual`, where
+    None is no dual bound. With ε₂ = 0.28 ("clip-higher") the loss is DAPO's (arXiv:2503.14476 eq. 10); with the
+    aggregate `constant` it is Dr. GRPO's (arXiv:2503.20783). The events are clip, clip_high, clip_low and clip_dual.
+
+    Source: arXiv:1707.06347 eq. 7, arXiv:1912.09729 eq. 5.
     """
     values, region = clipping.ppo_dual_clip(tokens.w, tokens.advantages, Bounds(clip_low, clip_high, clip_dual))
     return TokenLoss(values, region.events())
 
 
 def grpo_equation(*, kl_weighting: str = "none", kl_clamp: float | None = None, **_: Any) -> str:
-    """GRPO's loss of a token, with the KL term that its hyperparameters ask for."""
+    """LaTeX of GRPO's loss of a token with these hyperparameters of `grpo`; others are ignored."""
     if kl_weighting == "importance":
         return _CLIP + r" + \beta (w \log r - w + \rho)"
     k3 = r"(1/r - 1 + \log r)"
@@ -53,18 +57,21 @@ def grpo(
     kl_weighting: Literal["none", "importance"] = "none",
     kl_clamp: Annotated[float | None, Range("(0, inf]")] = None,
 ) -> TokenLoss:
-    """PPO clip + β·k3 against a fixed reference (GRPO, arXiv:2402.03300 eq. 3 and 4).
+    """`ppo` + β·k3 against a fixed reference, f[B, T], to be minimised (GRPO, arXiv:2402.03300 eq. 3 and 4).
+
+        k3 = 1/r − 1 + log r,   r = π_θ/π_ref, in nats
 
     Args:
+      clip_low, clip_high, clip_dual: ε₁, ε₂ and c of PPO's clip; None is no dual bound.
       kl_coef: β; above 0 it needs `ref_logprobs`.
       kl_weighting: `none` is GRPO as published, which averages k3 over tokens of π_old as if they came from π_θ.
         `importance` is the correction, β·w·k3 with the gradient through w: exactly ∇UKL(π_θ‖π_ref)
         (arXiv:2505.17508, section 3).
       kl_clamp: bound of k3. A k3 beyond the bound has no gradient. The public code of arXiv:2505.17508 has 10; None is
-        no bound. With and without a bound log(π_ref/π_θ) counts as at most `OVERFLOW`. The metric `kl_clamp_fraction`
-        counts the tokens beyond a bound. The term of `importance` is never clamped.
+        no bound. With and without a bound log(π_ref/π_θ) counts as at most `OVERFLOW`, 40 nats. The metric
+        `kl_clamp_fraction` counts the tokens beyond a bound. The term of `importance` is never clamped.
 
-    Raises ValueError if β > 0 and there is no `ref_logprobs`.
+    Raises ValueError without `ref_logprobs`, unless β is the number 0.
     """
     _require_reference(tokens, "grpo", kl_coef)
     clipped = ppo(tokens, clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual)
@@ -87,12 +94,14 @@ def reinforce_pp(
     clip_dual: ClipDual = 10.0,
     kl_coef: KLCoef = 1e-4,
 ) -> TokenLoss:
-    """PPO clip + β·k1, k1 = log π_θ − log π_ref as a loss (the REINFORCE++ recipes of arXiv:2505.17508).
+    """`ppo` + β·k1, k1 = log π_θ − log π_ref in nats; f[B, T], to be minimised.
 
     The gradient of the k1 term is β ∇log π_θ, whatever the reference. On-policy this gradient is zero in expectation
-    (arXiv:2506.09477). REINFORCE++ itself (arXiv:2501.03262) has k1 in the reward. Tunix has k1 in the loss by default.
+    (arXiv:2506.09477). `clip_low`, `clip_high` and `clip_dual` are ε₁, ε₂ and c of PPO's clip (None: no dual bound),
+    `kl_coef` is β. Raises ValueError without `ref_logprobs`, unless β is the number 0.
 
-    Raises ValueError if β > 0 and there is no `ref_logprobs`.
+    Source: the REINFORCE++ recipes of arXiv:2505.17508. REINFORCE++ itself (arXiv:2501.03262) has k1 in the reward.
+    Tunix has k1 in the loss by default.
     """
     _require_reference(tokens, "reinforce_pp", kl_coef)
     clipped = ppo(tokens, clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual)
@@ -104,10 +113,12 @@ def reinforce_pp(
     aggregate="sequence_mean_token_mean",
 )
 def gspo(tokens: Tokens, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4) -> TokenLoss:
-    """PPO clip of the sequence ratio s = exp(mean over the completion of log w) (GSPO, arXiv:2507.18071 eq. 5 to 7).
+    """PPO's clip of the sequence ratio s = exp(mean over the completion of log w), f[B, T], to be minimised.
 
-    Every token of a completion carries its completion's loss, so `sequence_mean_token_mean` is the paper's mean over
-    completions. The gradient flows through s. s averages the logs, so its clip range is much narrower than for tokens.
+    Every token of a completion carries the loss of its completion, max(−sA, −clip(s, 1 − ε₁, 1 + ε₂)A), so
+    `sequence_mean_token_mean` is the paper's mean over completions. The gradient flows through s. s averages the logs,
+    so its clip range (ε₁ = `clip_low`, ε₂ = `clip_high`) is much narrower than for tokens (GSPO, arXiv:2507.18071 eq. 5
+    to 7).
     """
     log_s = masking.completion_mean(tokens.log_w, tokens.mask, tokens.completion_ids)
     values, region = clipping.ppo_dual_clip(bounded_exp(log_s), tokens.advantages, Bounds(clip_low, clip_high, None))
@@ -118,11 +129,13 @@ def gspo(tokens: Tokens, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4
 def cispo(
     tokens: Tokens, *, clip_low: Annotated[float | None, Range("[0, 1)")] = None, clip_high: ClipHigh = 0.28
 ) -> TokenLoss:
-    """−SG(min(w, 1 + ε₂)) · A · log π_θ: no token loses its gradient (CISPO, arXiv:2506.13585 eq. 4 and 5).
+    """−SG(min(w, 1 + ε₂)) · A · log π_θ, f[B, T], to be minimised: no token loses its gradient (CISPO).
 
-    With `clip_low` the weight is at least 1 − ε₁ too. The paper's equation has this bound; the paper's runs have not.
-    The paper gives no ε₂. Public defaults are 0.28 (Trinity-RFT 0.3.2) and 0.2 (verl); ScaleRL (arXiv:2510.13786) caps
-    w at 5.
+    w = π_θ/π_old, A is the advantage, ε₂ = `clip_high`. With `clip_low` = ε₁ the weight is at least 1 − ε₁ too (None:
+    no lower bound). The event `clip` marks a w beyond a bound.
+
+    Source: arXiv:2506.13585 eq. 4 and 5. The paper's equation has a lower bound; the paper's runs have not. The paper
+    gives no ε₂. Public defaults are 0.28 (Trinity-RFT 0.3.2) and 0.2 (verl); ScaleRL (arXiv:2510.13786) caps w at 5.
     """
     lower, upper = 0.0 if clip_low is None else 1 - clip_low, 1 + clip_high
     bounded = jnp.minimum(tokens.w, upper)

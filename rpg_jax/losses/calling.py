@@ -50,24 +50,26 @@ def policy_loss(
       advantages: f[B, T] or f[B].
       mask: [B, T], nonzero at a token that the update trains on. Elsewhere every input may hold anything, even NaN.
       ref_logprobs: f[B, T], log π_ref; None where the reference is the behaviour policy.
-      sampler_logprobs: f[B, T], log π_s as the rollout engine reported it.
+      sampler_logprobs: f[B, T], log π_s as the rollout engine reported it; None without a correction and its metrics.
       completion_ids: i32[B, T] in 0 … T, tells the completions of a packed row apart (0 is padding); None is one
         completion a row.
-      group_ids: i32[B, T] or i32[B] in 0 … B·T, the prompt of each completion. Only rpg with level="sequence" reads the
+      group_ids: i32[B, T] or i32[B] in 0 … B·T, the prompt of each completion. Only rpg with level="sequence" takes the
         ids, for the KL's leave-one-out baseline. None: the advantages hold it (`kl_baseline`), or the loss has none.
-      prefix_kl: the KL to the reference at the tokens' prefixes, of `token_divergences`; only rpg with
+      prefix_kl: the KL to the reference at the tokens' prefixes, the field `kl` of `token_divergences`; only rpg with
         estimator="exact" reads the KL.
-      **hyperparameters: of the loss (the keyword arguments of its function), and `aggregate`, a name of `AGGREGATES`;
-        `constant_length` in tokens, for aggregate `constant`;
+      **hyperparameters: of the loss (the keyword arguments of its function), and for every loss `aggregate`, a name of
+        `AGGREGATES` (default: the loss's own); `constant_length` in tokens, for aggregate `constant`;
         `sampler_correction`, a name of `SAMPLER_CORRECTIONS` or None: the correction for tokens that π_s drew, not
         π_old; `sampler_low` and `sampler_high`, the bounds of its ratio (None: the correction's default).
 
     Returns:
-      loss_sum and weight, f32 scalars (f64 for f64 inputs); metrics, name -> pair, see `metrics.token_metrics`.
+      loss_sum and weight, f32 scalars (f64 for f64 inputs), and metrics: name -> (sum, weight), for `losses.merge` and
+      `losses.divided`.
 
     Raises:
-      ValueError: an unknown name or hyperparameter, a value out of its range, shapes that do not match, or a missing
-        reference or sampler log-probability.
+      ValueError: an unknown name or hyperparameter, a value out of its range, hyperparameters that contradict each
+        other, shapes that do not match, log-probabilities in 16 bits, or a missing reference or sampler
+        log-probability.
     """
     tokens = checked(
         logprobs=logprobs,
@@ -89,9 +91,14 @@ def policy_loss(
 
 
 def token_loss(name: str | Loss, tokens: Tokens, **hyperparameters: Any) -> TokenLoss:
-    """Each token's loss and events: `policy_loss` before the aggregate.
+    """Each token's loss f[B, T], to be minimised, and its events: `policy_loss` before the aggregate.
 
-    `tokens` come from `tokens.checked`; the other arguments and the errors are those of `policy_loss`.
+    Args:
+      name: a name of `LOSSES`, or one of its rows.
+      tokens: from `tokens.checked`. A gradient reaches `logprobs` and `prefix_kl` alone.
+      **hyperparameters: those of `policy_loss`. `aggregate` and `constant_length` are checked and have no effect.
+
+    Raises ValueError for an unknown name or hyperparameter, a value out of its range, or missing log-probabilities.
     """
     loss = find_loss(name)
     loss.check(hyperparameters, _OF_EVERY_LOSS)
@@ -134,6 +141,10 @@ def of_arrays(loss: Loss | Callable[..., TokenLoss]) -> Callable[..., tuple[jax.
     Args:
       loss: a function (tokens, *, hyperparameters) -> `TokenLoss`, of this package or your own (see `declaration`), or
         a `Loss` of such a function.
+
+    Returns:
+      The function. Its arguments are those of `policy_loss` without `name` and the sampler's, its hyperparameters those
+      of `loss`. It returns sum / weight and the metrics, and its docstring describes every argument.
     """
     rows = [loss] if isinstance(loss, Loss) else [row for row in LOSSES.values() if row.function is loss]
     declared = rows[0] if rows else Loss(loss)

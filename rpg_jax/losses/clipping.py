@@ -21,9 +21,11 @@ TIE_ULPS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The clip range [1 − low, 1 + high] of the importance ratio, and the dual bound c (None: no dual clip).
+    """The clip range [1 − ε₁, 1 + ε₂] of the importance ratio, and the dual bound c. Nothing is checked.
 
-    Each is one number, or f[B, T] with a number for each token.
+    Attributes:
+      low, high: ε₁ and ε₂, each one number or f[B, T].
+      dual: c, one number or f[B, T]; None is no dual clip.
     """
 
     low: float | jax.Array
@@ -32,14 +34,17 @@ class Bounds:
 
     @property
     def lower(self) -> float | jax.Array:
+        """1 − ε₁."""
         return 1 - self.low
 
     @property
     def upper(self) -> float | jax.Array:
+        """1 + ε₂."""
         return 1 + self.high
 
     @property
     def dual_upper(self) -> float | jax.Array:
+        """c, or infinity without a dual clip."""
         return math.inf if self.dual is None else self.dual
 
 
@@ -53,9 +58,11 @@ class Region:
 
     @property
     def clipped(self) -> jax.Array:
+        """bool[B, T], True where the ratio is clipped at any bound."""
         return self.high | self.low | self.dual
 
     def events(self) -> dict[str, jax.Array]:
+        """The events of a `TokenLoss`, bool[B, T] each: clip (any bound), clip_high, clip_low and clip_dual."""
         return {"clip": self.clipped, "clip_high": self.high, "clip_low": self.low, "clip_dual": self.dual}
 
     def select(self, high: ArrayLike, low: ArrayLike, dual: ArrayLike, otherwise: jax.Array) -> jax.Array:
@@ -66,10 +73,14 @@ class Region:
 
 
 def rpg_region(advantage: jax.Array, w: jax.Array, bounds: Bounds) -> Region:
-    """RPG-style clip (arXiv:2505.17508 Algorithms 1 and 2). A ratio at a bound counts as clipped.
+    """The tokens that RPG-style clip clips (arXiv:2505.17508 Algorithms 1 and 2). A ratio at a bound counts as clipped.
 
-    It clips a token with advantage >= 0 and w >= 1 + ε₂; with advantage < 0 and w <= 1 − ε₁; with advantage < 0 and
-    w >= c. `advantage` is the regularized advantage, or the plain advantage if only the reward is clipped.
+        high   advantage >= 0 and w >= 1 + ε₂
+        low    advantage < 0 and w <= 1 − ε₁
+        dual   advantage < 0 and w >= c
+
+    `advantage` f[B, T] is the regularized advantage, or the plain advantage if only the reward is clipped; `w` is the
+    importance ratio f[B, T]. A w within `TIE_ULPS` units of rounding of a bound counts as at the bound.
     """
     slack = TIE_ULPS * float(jnp.finfo(w.dtype).eps)
     gain = advantage >= 0
@@ -83,10 +94,13 @@ def rpg_region(advantage: jax.Array, w: jax.Array, bounds: Bounds) -> Region:
 def weighted(weight: jax.Array, tokens: Tokens, estimator: str, stopped: jax.Array | None = None) -> jax.Array:
     """A loss whose gradient is −weight · ∇log π_θ; f[B, T], to be minimised.
 
-    `reinforce`:       −SG(weight) · log π_θ
-    `differentiable`:  −SG(weight) · π_θ/SG(π_θ), whose value is −weight
+        `reinforce`        −SG(weight) · log π_θ
+        `differentiable`   −SG(weight) · π_θ/SG(π_θ), whose value is −weight
 
-    Where `stopped` is True, the gradient is zero and the value does not change. `weight` carries no gradient.
+    Args:
+      weight: f[B, T]; no gradient flows through.
+      estimator: "differentiable"; any other word is `reinforce`.
+      stopped: bool[B, T]: where True the gradient is zero and the value does not change. None: nowhere.
     """
     x = tokens.logprobs
     if estimator == "differentiable":
@@ -99,10 +113,11 @@ def weighted(weight: jax.Array, tokens: Tokens, estimator: str, stopped: jax.Arr
 def reward_term(
     tokens: Tokens, ratio: jax.Array, estimator: str, clip: str, bounds: Bounds
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """RPG's loss without the KL term, −C·A x as f[B, T], and its clip events; x is the estimator's, see `weighted`.
+    """RPG's loss without the KL term, −SG(C A) x as f[B, T] (minimise), and its events, {} for clip `none`.
 
-    For clip `none`, C = `ratio`. For clip `reward`, the sign of A decides the bound, and a clipped token has no
-    gradient.
+    A is the advantage; x is log π_θ, or π_θ/SG(π_θ) for the estimator `differentiable`. For clip `none`, C is `ratio`
+    f[B, T]. For every other clip, the sign of A decides the bound (`rpg_region`), C is the bound at a clipped token,
+    and the token has no gradient.
     """
     if clip == "none":
         return weighted(ratio * tokens.advantages, tokens, estimator), {}
@@ -112,7 +127,7 @@ def reward_term(
 
 
 def clamp(x: jax.Array, low: ArrayLike, high: ArrayLike) -> jax.Array:
-    """x clipped to [low, high]; gradient 1 inside, bounds included, and 0 outside."""
+    """x clipped to [low, high], in x's shape; gradient 1 inside, bounds included, and 0 outside."""
     return jnp.where((x >= low) & (x <= high), x, stop_gradient(jnp.clip(x, low, high)))
 
 

@@ -1,7 +1,8 @@
 """Losses of 2025 and 2026 that bound the policy's step in another way than PPO: CTPO, DPPO, DRPO, SAPO, GMPO, OPMD.
 
-Each takes `Tokens` and returns f[B, T] to be minimised. Gradients reach `logprobs` only, and stop through every mask.
-CISPO and GSPO are in `baselines`; the corrections of the sampler's gap are in `sampler_correction`.
+Each takes `Tokens` and returns a `TokenLoss` f[B, T], to be minimised. Gradients reach log π_θ only, and stop through
+every mask. A is the advantage, w = π_θ/π_old and r = π_θ/π_ref. CISPO and GSPO are in `baselines`; the corrections of
+the sampler's gap are in `sampler_correction`.
 """
 
 import math
@@ -40,10 +41,12 @@ def dppo(
     mask_divergence: Literal["tv", "kl"] = "tv",
     mask_threshold: Annotated[float, Range("[0, inf]")] = 0.15,
 ) -> TokenLoss:
-    """−M w A: M drops a token's gradient if its probability moved too far, whatever its ratio (DPPO, arXiv:2602.04879).
+    """−M w A, f[B, T] (minimise): M drops a token's gradient if its probability moved too far, whatever its ratio
+    (DPPO).
 
-    M = 0 where D > δ and the policy has moved as the advantage asks (A > 0 and w > 1, or A < 0 and w < 1); else M = 1.
-    D compares the events "this token" and "another token", so D is a lower bound of the divergence over the vocabulary:
+    w = π_θ/π_old carries the gradient, A is the advantage. M = 0 where D > δ and the policy has moved as the advantage
+    asks (A > 0 and w > 1, or A < 0 and w < 1); else M = 1. M has no gradient. D compares the events "this token" and
+    "another token", so D is a lower bound of the divergence over the vocabulary:
 
         tv   |π_θ − π_old|
         kl   π_old log(π_old/π_θ) + (1 − π_old) log((1 − π_old)/(1 − π_θ))
@@ -52,8 +55,9 @@ def dppo(
       mask_divergence: D.
       mask_threshold: δ; in probability for `tv` (0.15 in the public recipe), in nats for `kl` (0.05).
 
-    Source: eq. 11 (loss), 12 (M), 13 and 14 (D). The paper's π_old is the rollout engine's own policy π_s:
-    `sampler_correction="anchor"`. δ: verl-project/verl pull request 5397, which also caps w at 20; here w has no cap.
+    Source: arXiv:2602.04879 eq. 11 (loss), 12 (M), 13 and 14 (D). The paper's π_old is the rollout engine's own policy
+    π_s: `sampler_correction="anchor"`. δ: verl-project/verl pull request 5397, which also caps w at 20; here w has no
+    cap.
     """
     p, q = jnp.exp(jax.lax.stop_gradient(tokens.logprobs)), jnp.exp(tokens.behaviour_logprobs)
     divergence = jnp.abs(p - q) if mask_divergence == "tv" else _binary_kl(tokens)
@@ -69,16 +73,18 @@ def dppo(
     r"\max(-W_t A,\ -\mathrm{clip}(W_t, e^{-a\sqrt t}, e^{b\sqrt t}) A), \quad W_t = \textstyle\prod_{s \le t} w_s"
 )
 def ctpo(tokens: Tokens, *, width_low: Width = 0.025, width_high: Width = 0.05, width_dual: Width = 0.05) -> TokenLoss:
-    """PPO's clip of the prefix's ratio W_t = Π_{s≤t} w_s, in a window that grows with √t (CTPO, arXiv:2605.07331).
+    """PPO's clip of the prefix's ratio W_t = Π_{s≤t} w_s, in a window that grows with √t; f[B, T], to be minimised.
 
-    The weight W_t makes a mean over prefixes of π_old one over prefixes of π_θ. Only the token itself has a gradient,
-    W_t A ∇log π_t.
+        max(−W_t A, −clip(W_t, e^(−a√t), e^(b√t)) A),   where A < 0 at most −A e^(c√t)
+
+    w = π_θ/π_old, A is the advantage, t counts a completion's trained tokens from 1. The weight W_t makes a mean over
+    prefixes of π_old one over prefixes of π_θ. Only the token itself has a gradient, W_t A ∇log π_t.
 
     Args:
-      width_low, width_high: a and b: token t, counted from 1, is clipped outside [e^(−a√t), e^(b√t)].
-      width_dual: c: where A < 0 the loss is at most −A e^(c√t).
+      width_low, width_high, width_dual: a, b and c.
 
-    Source: the public code, horizon-llm/CTPO at acc4021, `cum-token-cumprod-la`, which also bounds log W_t to 10.
+    Source: CTPO, arXiv:2605.07331; its code, horizon-llm/CTPO at acc4021, `cum-token-cumprod-la`, which also bounds log
+    W_t to 10.
     """
     ones = jnp.ones_like(tokens.log_w)
     prefix, place = (masking.completion_scan(x, tokens.mask, tokens.completion_ids) for x in (tokens.log_w, ones))
@@ -91,15 +97,16 @@ def ctpo(tokens: Tokens, *, width_low: Width = 0.025, width_high: Width = 0.05, 
 
 @LOSSES.declare(r"-w A + \tfrac{\lvert A\rvert}{2\delta} \pi_\mathrm{old} (w-1)^2")
 def drpo(tokens: Tokens, *, trust_region: Width = 0.15) -> TokenLoss:
-    """−w A + |A|/(2δ) π_old (w − 1)²: DPPO's region in probability, left smoothly (DRPO, arXiv:2606.09821).
+    """−w A + |A|/(2δ) π_old (w − 1)², f[B, T] (minimise): DPPO's region in probability, left smoothly (DRPO).
 
-    The gradient is −w A (1 − sign(A) (π_θ − π_old)/δ) ∇log π_θ. It fades as the token's probability moves by δ as the
-    advantage asks, and beyond δ pulls the probability back, where DPPO has no gradient.
+    w = π_θ/π_old, A is the advantage. The gradient is −w A (1 − sign(A) (π_θ − π_old)/δ) ∇log π_θ. It fades as the
+    token's probability moves by δ as the advantage asks, and beyond δ pulls the probability back, where DPPO has no
+    gradient.
 
     Args:
       trust_region: δ, in probability. The default is DPPO's threshold; the paper's value has not been read.
 
-    Source: the objective and its gradient weight as two independent reviews of the paper print them.
+    Source: arXiv:2606.09821; the objective and its gradient weight as two independent reviews of the paper print them.
     """
     moved = jnp.exp(tokens.behaviour_logprobs) * (tokens.w - 1) ** 2 / (2 * trust_region)
     return TokenLoss(-tokens.w * tokens.advantages + abs(tokens.advantages) * moved)
@@ -118,10 +125,11 @@ def _binary_kl(tokens: Tokens) -> jax.Array:
     aggregate="sequence_mean_token_mean",
 )
 def sapo(tokens: Tokens, *, tau_positive: Temperature = 1.0, tau_negative: Temperature = 1.05) -> TokenLoss:
-    """−(4/τ) σ(τ(w − 1)) A: a smooth gate in place of a clip (SAPO, arXiv:2511.20347 eq. 5 and 6).
+    """−(4/τ) σ(τ(w − 1)) A, f[B, T] (minimise): a smooth gate in place of a clip (SAPO, arXiv:2511.20347 eq. 5 and 6).
 
-    The gradient is −4 p (1 − p) w A ∇log π_θ with p = σ(τ(w − 1)). At w = 1 it is the gradient of −wA, for every τ. It
-    fades as w moves away from 1. τ is `tau_positive` where A > 0, else `tau_negative`.
+    w = π_θ/π_old, A is the advantage, τ is `tau_positive` where A > 0, else `tau_negative`. The gradient is −4 p (1 −
+    p) w A ∇log π_θ with p = σ(τ(w − 1)). At w = 1 it is the gradient of −wA, for every τ. It fades as w moves away from
+    1.
     """
     log_w = jnp.where(tokens.log_w < OVERFLOW, tokens.log_w, OVERFLOW)
     tau = jnp.where(tokens.advantages > 0, tau_positive, tau_negative).astype(log_w.dtype)
@@ -133,13 +141,15 @@ def sapo(tokens: Tokens, *, tau_positive: Temperature = 1.0, tau_negative: Tempe
     aggregate="sequence_mean_token_mean",
 )
 def gmpo(tokens: Tokens, *, clip_low: ClipLow = GMPO_LOW, clip_high: ClipHigh = GMPO_HIGH) -> TokenLoss:
-    """−A · (Π_t w̄_t)^(1/T): the geometric mean of token ratios, each clipped on its own (GMPO, arXiv:2507.20673).
+    """−A · (Π_t w̄_t)^(1/T), f[B, T] (minimise): the geometric mean of a completion's T token ratios, each clipped
+    (GMPO).
 
-    w̄ = min(w, 1 + ε₂) where A > 0, max(w, 1 − ε₁) where A < 0: beyond its bound a token has no gradient, but
-    the other tokens of its completion have. GSPO clips after the mean. Every token of a completion carries the loss of
-    its completion, so `sequence_mean_token_mean` is the paper's mean over completions.
+    w̄ = min(w, 1 + ε₂) where A > 0, max(w, 1 − ε₁) where A < 0, with ε₁ = `clip_low`, ε₂ = `clip_high`, w = π_θ/π_old
+    and A the advantage. Beyond its bound a token has no gradient, but the other tokens of its completion have. GSPO
+    clips after the mean. Every token of a completion carries the loss of its completion, so `sequence_mean_token_mean`
+    is the paper's mean over completions.
 
-    Source: the paper's objective, as TRL's documentation prints it (commit f2cd577); its code, callsys/GMPO at 205b2bf.
+    Source: arXiv:2507.20673, as TRL's documentation prints it (commit f2cd577); its code, callsys/GMPO at 205b2bf.
     """
     bounds, loses = Bounds(clip_low, clip_high, None), tokens.advantages < 0
     low, high = (loses & (tokens.w < bounds.lower)), ((tokens.advantages > 0) & (tokens.w > bounds.upper))
@@ -157,17 +167,19 @@ def gmpo(tokens: Tokens, *, clip_low: ClipLow = GMPO_LOW, clip_high: ClipHigh = 
 def opmd(
     tokens: Tokens, *, kl_coef: KLCoef = 0.1, penalty_level: Literal["completion", "token"] = "completion"
 ) -> TokenLoss:
-    """−A log π_θ + (β/2)(log r)²: online policy mirror descent with a squared log-ratio (Kimi k1.5, arXiv:2501.12599).
+    """−A log π_θ + (β/2)(log r)², f[B, T] (minimise): online policy mirror descent with a squared log-ratio (Kimi
+    k1.5).
 
         completion   r_x = Π_t r_t; token t carries (β/2) log r_x log r_t, and their sum over t is (β/2)(log r_x)²
         token        (β/2)(log r_t)², as `dro` of verl (commit 1dda039)
 
+    β is `kl_coef`, `penalty_level` chooses the line; A is the advantage, r = π_θ/π_ref (π_old without `ref_logprobs`).
     The gradient is −(A − β log r) ∇log π_θ, without an importance weight: the loss is the squared error of β log r
     against A over completions of π_old. Over completions it ends where β log r + λw = A, λ = −β E_old[log r]: the
     optimum for a mixture of KL and χ², not for KL alone (arXiv:2602.05933).
 
     Source: arXiv:2501.12599 section 2.3.2, the gradient of the surrogate, with β = τ and π_ref for the policy at the
-    start of the iteration (without `ref_logprobs`, π_old). Kimi K2 (arXiv:2507.20534) states the squared error itself.
+    start of the iteration. Kimi K2 (arXiv:2507.20534) states the squared error itself.
     """
     log_r = tokens.log_r
     of_level = log_r

@@ -30,11 +30,12 @@ Row = TypeVar("Row")
 
 
 class Range(NamedTuple):
-    """An interval in the notation of mathematics, for example "[0, 1)" or "(1, inf]"."""
+    """An interval in the notation of mathematics, for example "[0, 1)" or "(1, inf]"; the brackets include a bound."""
 
     text: str
 
     def holds(self, x: float) -> bool:
+        """Whether the number lies in the interval; False for NaN."""
         low, high = (float(end) for end in self.text[1:-1].split(","))
         return low < x < high or (x == low and self.text[0] == "[") or (x == high and self.text[-1] == "]")
 
@@ -47,9 +48,10 @@ ClipDual = Annotated[float | None, Range("(1, inf]")]
 
 
 def declared(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a function's keyword-only arguments; `Literal[words]` becomes `Annotated[str, words]`.
+    """The annotations of a function's keyword-only arguments, by name; `Literal[words]` becomes `Annotated[str,
+    words]`.
 
-    Raises TypeError for an argument that does not declare its values.
+    Raises TypeError for an argument that is neither `Literal[...]` nor `Annotated[...]`.
     """
     hints, names = typing.get_type_hints(function, include_extras=True), list(keywords(function))
     for name in names:
@@ -61,16 +63,17 @@ def declared(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The keyword-only parameters of a function by name."""
+    """The keyword-only parameters of a function by name, in order."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
 def passes_on_to(*functions: Callable[..., Any]) -> Callable[[Function], Function]:
-    """A decorator for a function that hands its `**options` to one of `functions`.
+    """A decorator for a function that hands its `**options` to one of `functions`; returns the same function, changed.
 
-    Their keyword-only parameters become parameters of the decorated function, with annotations and defaults. If two
-    functions have a parameter of one name, the later function's parameter counts. The decorated function comes first.
+    Signature and annotations of the decorated function get the keyword-only parameters of `functions` in place of
+    `**options`, with their defaults. If two functions have a parameter of one name, the decorated function's counts,
+    then that of the last of `functions`.
     """
 
     def add(function: Function) -> Function:
@@ -90,9 +93,13 @@ def passes_on_to(*functions: Callable[..., Any]) -> Callable[[Function], Functio
 
 
 def check(loss: str, declarations: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raises a ValueError unless every given hyperparameter is declared and its value allowed.
+    """Raises ValueError unless every hyperparameter of `given` is in `declarations` and has an allowed value.
 
-    A `jax.Array` (a scheduled coefficient) passes unchecked, because its value may be unknown while tracing.
+    Args:
+      loss: the name for the message.
+      declarations: name -> `Annotated[type, allowed]`, as `declared` returns them; `allowed` is a `Range` or names.
+      given: name -> value. A `jax.Array` (a scheduled coefficient) passes unchecked, because its value may be unknown
+        while tracing; so does None where the type includes None.
     """
     for name, value in given.items():
         if name not in declarations:
@@ -113,7 +120,10 @@ def check(loss: str, declarations: Mapping[str, Any], given: Mapping[str, Any]) 
 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> ValueError:
-    """The error for a `what`, such as a loss, of an unknown `name`. Its message has the known names and the closest."""
+    """Returns the ValueError for a `what`, such as "loss", of an unknown `name`; the caller raises it.
+
+    Its message has the known names and the closest one.
+    """
     spelled = {one.lower(): one for one in known}
     close = difflib.get_close_matches(str(name).lower(), spelled, n=1)
     guess = f" Did you mean {spelled[close[0]]!r}?" if close else ""
@@ -121,7 +131,7 @@ def unknown(what: str, name: object, known: Iterable[str]) -> ValueError:
 
 
 def lookup(table: Mapping[str, Row], what: str, name: str) -> Row:
-    """table[name]. Raises the ValueError of `unknown` if the table lacks the name."""
+    """table[name]. Raises ValueError if the table lacks the name, with `what`, the known names and the closest one."""
     if not isinstance(name, str) or name not in table:
         raise unknown(what, name, table)
     return table[name]
@@ -129,12 +139,13 @@ def lookup(table: Mapping[str, Row], what: str, name: str) -> Row:
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """A function and its LaTeX, which docs/methods.md prints."""
+    """A function and its equation in LaTeX, which docs/methods.md prints."""
 
     function: Callable[..., Any]
     equation: str
 
     def takes(self, argument: str) -> bool:
+        """Whether the function has a parameter named `argument`."""
         return argument in inspect.signature(self.function).parameters
 
 
@@ -149,7 +160,11 @@ class Table(dict[str, Row], Generic[Row]):
         return f"Table({', '.join(self)})"
 
     def declare(self, *equations: Any, name: str = "", **options: Any) -> Callable[[Function], Function]:
-        """A decorator that adds a row for its function to this table. The key is `name`, or the function's name."""
+        """A decorator that adds `row(function, *equations, **options)` to this table and returns the function
+        unchanged.
+
+        The key is `name`, or the function's name without it. A row with the same key is replaced.
+        """
 
         def add(function: Function) -> Function:
             self[name or function.__name__] = self._row(function, *equations, **options)
@@ -160,10 +175,10 @@ class Table(dict[str, Row], Generic[Row]):
 
 @dataclasses.dataclass(frozen=True)
 class TokenLoss:
-    """A loss before aggregation.
+    """A loss before aggregation, of B rows of T tokens.
 
     Attributes:
-      values: f[B, T], to be minimised.
+      values: f[B, T], each token's loss, to be minimised.
       events: name -> bool[B, T], what happened to which token; each becomes the metric `<name>_fraction`.
     """
 
@@ -171,13 +186,13 @@ class TokenLoss:
     events: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
     def plus(self, values: jax.Array) -> "TokenLoss":
-        """The same loss with another term; the events stay."""
+        """The same loss with the term `values` f[B, T] added; the events stay."""
         return TokenLoss(self.values + values, self.events)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loss:
-    """A declared loss.
+    """A declared loss. Raises TypeError if a keyword-only argument of the function does not declare its values.
 
     Attributes:
       function: (tokens, **hyperparameters) -> `TokenLoss`.
@@ -185,7 +200,7 @@ class Loss:
       aggregate: name in `AGGREGATES`, for callers that name no aggregate.
       check_aggregate: takes `aggregate` and the hyperparameters; raises ValueError if they do not fit together.
       name: of the loss in `LOSSES`; "" is the name of the function.
-      hyperparameters: the annotations of the function's keyword-only arguments.
+      hyperparameters: the annotations of the function's keyword-only arguments, by name.
     """
 
     function: Callable[..., TokenLoss]
@@ -200,10 +215,15 @@ class Loss:
         object.__setattr__(self, "hyperparameters", declared(self.function))
 
     def latex(self, **hyperparameters: Any) -> str:
+        """LaTeX of a token's loss with these hyperparameters; "" if the loss declares no equation."""
         return self.equation if isinstance(self.equation, str) else self.equation(**hyperparameters)
 
     def check(self, given: Mapping[str, Any], of_every_loss: Mapping[str, Any]) -> None:
-        """Raises a ValueError as `check` does, and for a hyperparameter that has no default and is not given."""
+        """Checks the hyperparameters `given` by name; `of_every_loss` declares those that are not of the function.
+
+        Raises ValueError for an unknown name, a value that is not allowed, or a hyperparameter that has no default and
+        is not given.
+        """
         check(self.name, {**self.hyperparameters, **of_every_loss}, given)
         for name, parameter in keywords(self.function).items():
             if parameter.default is parameter.empty and name not in given:
@@ -237,11 +257,11 @@ def find_loss(loss: str | Loss) -> Loss:
 def declare_own_loss(name: str, function: Callable[..., TokenLoss]) -> Loss:
     """Adds a loss from outside this repository to `LOSSES` and returns its row, the same row for the same function.
 
-    `function(tokens, *, hyperparameters)` takes `Tokens` and returns a `TokenLoss`, as the losses here do. Annotations
-    declare the hyperparameters.
-
     Args:
-      name: "module:function", the value of `loss.name` in a config.
+      name: "module:function", the value of `loss.name` in a config. A row of another function with this name is
+        replaced.
+      function: `function(tokens, *, hyperparameters)` takes `Tokens` and returns a `TokenLoss`. Each keyword-only
+        argument declares its values: `Literal[...]`, or `Annotated[float, Range(...)]`.
 
     Raises ValueError if `function` does not have this form.
     """

@@ -1,20 +1,12 @@
 """The divergences of RPG, each as one function of two log-ratios, and Schulman's estimators k1, k2, k3.
 
-Samples come from the behaviour policy π_old. With w = π_θ/π_old, ρ = π_ref/π_old and r = w/ρ, a divergence is written
-as the function d(log w, log ρ) whose mean under π_old is the divergence itself, so it is at once the value and the
-differentiable surrogate. Its derivative in log w is the gradient weight K, ∇D = E_{π_old}[K ∇log π_θ]:
-
-    name   divergence         d(w, ρ)                 K
-    fkl    KL(π_ref‖π_θ)      ρ log(ρ/w)              −ρ
-    ufkl   UKL(π_ref‖π_θ)     ρ log(ρ/w) − ρ + w      w − ρ
-    rkl    KL(π_θ‖π_ref)      w log r                 w (log r + 1)
-    urkl   UKL(π_θ‖π_ref)     w log r − w + ρ         w log r
-    js     ½ (rkl + fkl)      ½ (w − ρ) log r         ½ (w (log r + 1) − ρ)
-    ujs    ½ (urkl + ufkl)    the same                the same
-
-With ρ = 1 and up to constants in θ these are Tables 1, 2 and 4 of arXiv:2505.17508. `js` and `ujs` are the means that
-the paper's public code calls by these names; neither is the Jensen–Shannon divergence. A new divergence is one function
-here, with its name and its equations in the decorator. Everything is per token, in nats.
+Samples come from the behaviour policy π_old. With w = π_θ/π_old, ρ = π_ref/π_old and r = w/ρ, a divergence D is written
+as the function d(log w, log ρ) whose mean under π_old is D, so d is at once the value and the differentiable surrogate.
+Its derivative in log w is the gradient weight K, ∇D = E_{π_old}[K ∇log π_θ]. KL is the Kullback–Leibler divergence; UKL
+adds the difference of the masses of the two policies. With ρ = 1 and up to constants in θ these are Tables 1, 2 and 4
+of arXiv:2505.17508. `js` and `ujs` are the means that the paper's public code calls by these names; neither is the
+Jensen–Shannon divergence. A new divergence is one function here, with its name and its equations in the decorator.
+Everything is per token, in nats. Ratios are at most e²⁰ (`tokens.bounded_exp`).
 """
 
 import dataclasses
@@ -31,7 +23,10 @@ Function = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Coefficients(NamedTuple):
-    """The gradient weight K = w (a log r + b) − c ρ. RPG for completions reads it (`completions`)."""
+    """The gradient weight K = w (a log r + b) − c ρ of a divergence, with ∇D = E_{π_old}[K ∇log π_θ].
+
+    w = π_θ/π_old, ρ = π_ref/π_old, r = w/ρ. RPG for completions reads the three numbers.
+    """
 
     a: float
     b: float
@@ -40,9 +35,13 @@ class Coefficients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """A declared divergence: d(log w, log ρ), and in LaTeX D, d(w, ρ) and K, as docs/methods.md prints them.
+    """A declared divergence of π_θ and π_ref; a call with (log w, log ρ), f[...] each, is `function`: d per token, in
+    nats.
 
-    `coefficients` state K in numbers; without them a divergence is defined for tokens alone.
+    Attributes:
+      function: d(log w, log ρ), w = π_θ/π_old and ρ = π_ref/π_old, whose mean under π_old is D. The gradient flows.
+      objective, value, weight: LaTeX of D, of d and of the gradient weight K = ∂d/∂log w, for docs/methods.md.
+      coefficients: K in numbers; without them a divergence is defined for tokens alone.
     """
 
     function: Function
@@ -56,9 +55,10 @@ class Divergence:
 
     @property
     def direction(self) -> Literal["forward", "reverse"]:
-        """`forward` for KL(π_ref‖π_θ), `reverse` for KL(π_θ‖π_ref), with or without mass terms.
+        """ "forward" for KL(π_ref‖π_θ), "reverse" for KL(π_θ‖π_ref), with or without mass terms.
 
-        In K a forward divergence has the term c ρ, a reverse divergence the term a log r. Raises ValueError for a mean.
+        In K a forward divergence has the term c ρ, a reverse divergence the term a log r. Raises ValueError for a mean
+        of both, and without coefficients.
         """
         a, _, c = self.of_completions()
         if (a == 0) == (c == 0):
@@ -86,7 +86,7 @@ DIVERGENCES = Table(Divergence)
     name="fkl",
 )
 def forward_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
-    """ρ log(ρ/w)."""
+    """`fkl`, KL(π_ref‖π_θ) per token in nats: ρ log(ρ/w), K = −ρ; w = π_θ/π_old, ρ = π_ref/π_old, f[...]."""
     return bounded_exp(log_rho) * (log_rho - log_w)
 
 
@@ -98,7 +98,7 @@ def forward_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
     name="ufkl",
 )
 def unnormalized_forward_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
-    """ρ log(ρ/w) − ρ + w."""
+    """`ufkl`, UKL(π_ref‖π_θ): ρ log(ρ/w) − ρ + w, K = w − ρ. Nats of a token; w = π_θ/π_old, ρ = π_ref/π_old."""
     return forward_kl(log_w, log_rho) - bounded_exp(log_rho) + bounded_exp(log_w)
 
 
@@ -110,7 +110,7 @@ def unnormalized_forward_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
     name="rkl",
 )
 def reverse_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
-    """w log(w/ρ)."""
+    """`rkl`, KL(π_θ‖π_ref): w log(w/ρ), K = w (log(w/ρ) + 1). Nats of a token; w = π_θ/π_old, ρ = π_ref/π_old."""
     return bounded_exp(log_w) * (log_w - log_rho)
 
 
@@ -122,7 +122,7 @@ def reverse_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
     name="urkl",
 )
 def unnormalized_reverse_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
-    """w log(w/ρ) − w + ρ; equal to w·k3 at y = ρ/w."""
+    """`urkl`, UKL(π_θ‖π_ref) per token in nats: w log(w/ρ) − w + ρ, K = w log(w/ρ). It is w·k3 at y = ρ/w."""
     return reverse_kl(log_w, log_rho) - bounded_exp(log_w) + bounded_exp(log_rho)
 
 
@@ -134,7 +134,7 @@ def unnormalized_reverse_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
     name="js",
 )
 def mean_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
-    """½ (w log(w/ρ) + ρ log(ρ/w)): the mean of the two divergences, normalized or not, for their mass terms cancel."""
+    """`js` and `ujs`, ½ (reverse + forward KL) per token in nats: ½ (w − ρ) log(w/ρ). The UKLs' mass terms cancel."""
     return 0.5 * (reverse_kl(log_w, log_rho) + forward_kl(log_w, log_rho))
 
 
@@ -142,7 +142,7 @@ DIVERGENCES["ujs"] = dataclasses.replace(DIVERGENCES["js"], objective=r"\tfrac12
 
 
 def gradient_weight(divergence: Function, log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
-    """K = ∂d/∂log w, the weight of ∇log π_θ in ∇D; f[B, T].
+    """K = ∂d/∂log w, the weight of ∇log π_θ in ∇D, in the shape and dtype of `log_w`; nats. K itself is differentiable.
 
     K is homogeneous in (w, ρ), so K/w is the same function at w = 1 and ρ/w = 1/r.
     """
@@ -151,15 +151,15 @@ def gradient_weight(divergence: Function, log_w: jax.Array, log_rho: jax.Array) 
 
 
 def k1(log_y: jax.Array) -> jax.Array:
-    """−log y at y = π_ref/π_θ: unbiased for KL(π_θ‖π_ref) under π_θ, of either sign (Schulman 2020)."""
+    """−log y in nats, log y = log(π_ref/π_θ): unbiased for KL(π_θ‖π_ref) under π_θ, of either sign (Schulman 2020)."""
     return -log_y
 
 
 def k2(log_y: jax.Array) -> jax.Array:
-    """½ (log y)² at y = π_ref/π_θ: biased, never negative (Schulman 2020)."""
+    """½ (log y)² in nats, log y = log(π_ref/π_θ): biased for KL(π_θ‖π_ref), never negative (Schulman 2020)."""
     return 0.5 * jnp.square(log_y)
 
 
 def k3(log_y: jax.Array) -> jax.Array:
-    """y − 1 − log y at y = π_ref/π_θ: unbiased under π_θ for UKL(π_θ‖π_ref), never negative (Schulman 2020)."""
+    """y − 1 − log y in nats, y = π_ref/π_θ: unbiased for UKL(π_θ‖π_ref) under π_θ, never negative (Schulman 2020)."""
     return jnp.exp(log_y) - 1 - log_y

@@ -184,34 +184,40 @@ def rpg_completions(
 
     Source: ours, see `completions`.
     """
-    if weight == "product" and clip != "none":
-        raise ValueError(
-            f"weight='product' is the exact weight of a completion, which clip={clip!r} would bound: use clip='none', "
-            "or another weight"
-        )
-    if level == "sequence" and (trace_decay, trace_cap) != (1, 1):
-        raise ValueError(f"trace_decay={trace_decay} and trace_cap={trace_cap} have no effect: use level='to_go'")
-    if weight != "capped" and weight_cap != 2:
-        raise ValueError(f"weight_cap={weight_cap} has no effect with weight={weight!r}: use weight='capped'")
     d, bounds = DIVERGENCES[divergence], Bounds(clip_low, clip_high, clip_dual)
     options = completions.Options(kl_coef, weight, weight_cap, kl_ratio, trace_decay, trace_cap, estimator == "exact")
+    _check_completions(tokens, level, clip, options)
     if level == "to_go":
-        if kl_ratio != "present" or tokens.group_ids is not None:
-            raise ValueError(f"kl_ratio={kl_ratio!r} and group_ids need level='sequence', not {level!r}")
         of_samples = clipped(tokens, completions.to_go(tokens, d, options), estimator, clip, bounds)
         if not options.exact:
             return of_samples
         return of_samples.plus(kl_coef * completions.prefix_divergence(tokens, d, options))
-    if options.exact:
-        raise ValueError(
-            "estimator='exact' sums the KL over the vocabulary, and level='sequence' has the log-ratio of the sampled "
-            "completion in its return: use level='to_go', whose gradient is that of completions too, or 'token'"
-        )
     if tokens.group_ids is not None:
         tokens = tokens.plus_advantages(completions.grouped_kl_baseline(tokens, d, kl_coef))
     if (estimator, clip, weight, kl_ratio) == ("differentiable", "none", "product", "present"):
         return TokenLoss(completion_surrogate(tokens, d, kl_coef))
     return clipped(tokens, completions.sequence(tokens, d, options), estimator, clip, bounds)
+
+
+def _check_completions(tokens: Tokens, level: str, clip: str, options: completions.Options) -> None:
+    """Raises ValueError for hyperparameters of `rpg_completions` that contradict each other or that nothing reads."""
+    if options.weight == "product" and clip != "none":
+        raise ValueError(
+            f"weight='product' is the exact weight of a completion, which clip={clip!r} would bound: use clip='none', "
+            "or another weight"
+        )
+    trace_decay, trace_cap = options.trace_decay, options.trace_cap
+    if level == "sequence" and (trace_decay, trace_cap) != (1, 1):
+        raise ValueError(f"trace_decay={trace_decay} and trace_cap={trace_cap} have no effect: use level='to_go'")
+    if options.weight != "capped" and options.cap != 2:
+        raise ValueError(f"weight_cap={options.cap} has no effect with weight={options.weight!r}: use weight='capped'")
+    if level == "to_go" and (options.kl_ratio != "present" or tokens.group_ids is not None):
+        raise ValueError(f"kl_ratio={options.kl_ratio!r} and group_ids need level='sequence', not {level!r}")
+    if level == "sequence" and options.exact:
+        raise ValueError(
+            "estimator='exact' sums the KL over the vocabulary, and level='sequence' has the log-ratio of the sampled "
+            "completion in its return: use level='to_go', whose gradient is that of completions too, or 'token'"
+        )
 
 
 @LOSSES.declare(equation, check_aggregate=check_aggregate)

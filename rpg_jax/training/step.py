@@ -188,59 +188,83 @@ def make_programs(
       batch_sharding: of the rows of every batch array.
       base: the frozen weights, if the state's params are adapters; arrays or `ShapeDtypeStruct`s, with shardings.
     """
+    functions = _Functions(graphdef, optimizer, objective, temperature)
     leaves, treedef = jax.tree.flatten(state_sharding)
-    jitted = _jitted(graphdef, optimizer, objective, temperature, tuple(leaves), treedef, batch_sharding)._asdict()
+    jitted = _jitted(functions, tuple(leaves), treedef, batch_sharding)._asdict()
     return Programs(**{name: program and Program(program, Frozen(base)) for name, program in jitted.items()})
 
 
 @functools.lru_cache(maxsize=64)
 def _jitted(
-    graphdef: Any,
-    optimizer: Optimizer,
-    objective: Objective,
-    temperature: float,
+    functions: _Functions,
     state_leaves: tuple[jax.sharding.Sharding, ...],
     state_tree: Any,
     batch_sharding: jax.sharding.NamedSharding,
 ) -> Programs:
-    """The jitted functions of the programs; each function takes `Frozen` arrays as its first argument.
-
-    The arguments are hashable: the state's shardings are flattened.
-    """
+    """The jitted `functions`. All arguments are hashable: `state_tree` and `state_leaves` are the state's shardings."""
     state_sharding = state_tree.unflatten(state_leaves)
     replicated = jax.sharding.NamedSharding(batch_sharding.mesh, jax.sharding.PartitionSpec())
     sums_sharding = Sums(grads=state_sharding.weights, metrics=replicated)
-    weights = state_sharding.weights
+    params, weights, stepped = state_sharding.params, state_sharding.weights, (state_sharding, replicated)
 
-    def logprobs(frozen, params, rows):
+    def jitted(program, inputs, outputs, *, donated=()):
+        return jax.jit(program, in_shardings=(None, *inputs), out_shardings=outputs, donate_argnums=donated)
+
+    baseline = jitted(functions.baseline, (weights, batch_sharding), batch_sharding)
+    return Programs(
+        logprobs=jitted(functions.logprobs, (params, batch_sharding), batch_sharding),
+        hidden=jitted(functions.hidden, (params, batch_sharding), batch_sharding),
+        head=jitted(functions.head, (params,), None),
+        fused=jitted(functions.fused, (state_sharding, batch_sharding), stepped, donated=1),
+        start=jitted(functions.start, (weights, batch_sharding), sums_sharding),
+        add=jitted(functions.add, (weights, sums_sharding, batch_sharding), sums_sharding, donated=2),
+        rehearse=jitted(
+            functions.rehearse, (weights, sums_sharding, batch_sharding, None), (sums_sharding, None), donated=2
+        ),
+        apply=jitted(functions.apply, (state_sharding, sums_sharding), stepped, donated=1),
+        baseline=baseline if functions.objective.critic else None,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Functions:
+    """The functions of the programs; each function takes `Frozen` arrays as its first argument."""
+
+    graphdef: Any
+    optimizer: Optimizer
+    objective: Objective
+    temperature: float
+
+    def logprobs(self, frozen, params, rows):
         params = policy_params(frozen.base, params)
-        return policy_logprobs(graphdef, params, rows, temperature=temperature, entropy=True)
+        return policy_logprobs(self.graphdef, params, rows, temperature=self.temperature, entropy=True)
 
-    def hidden(frozen, params, rows):
-        model = nnx.merge(graphdef, policy_params(frozen.base, params))
+    def hidden(self, frozen, params, rows):
+        model = nnx.merge(self.graphdef, policy_params(frozen.base, params))
         with model.full_precision():
             return completion_hidden(model, rows)
 
-    def head(frozen, params):
-        return constrain(nnx.merge(graphdef, policy_params(frozen.base, params)).head(), "vocab", "embed")
+    def head(self, frozen, params):
+        return constrain(nnx.merge(self.graphdef, policy_params(frozen.base, params)).head(), "vocab", "embed")
 
-    def gradients(frozen, weights, batch):
-        return _gradients(graphdef, objective, temperature, frozen, weights, batch)
-
-    def baseline(frozen, weights, batch):
+    def baseline(self, frozen, weights, batch):
         del frozen  # a critic needs all weights
-        return _baseline(graphdef, objective.critic, weights, batch)
+        params, critic_params = weights
+        critic = self.objective.critic
+        with nnx.merge(self.graphdef, params).full_precision():
+            values = critic.values(critic_params, batch.rows)
+        return *critic.advantages(values, batch), values
 
-    def start(frozen, weights, batch):
-        first = gradients(frozen, weights, batch)
+    def start(self, frozen, weights, batch):
+        first = self.gradients(frozen, weights, batch)
         return Sums(optax.tree.cast(first.grads, jnp.float32), first.metrics)
 
-    def add(frozen, weights, sums, batch):
-        more = gradients(frozen, weights, batch)
+    def add(self, frozen, weights, sums, batch):
+        more = self.gradients(frozen, weights, batch)
         return Sums(jax.tree.map(jnp.add, sums.grads, more.grads), losses.merge([sums.metrics, more.metrics]))
 
-    def rehearse(frozen, weights, sums, batch, share):
-        kept = _gradients(graphdef, Objective(supervised_loss), temperature, frozen, weights, batch)
+    def rehearse(self, frozen, weights, sums, batch, share):
+        kept = dataclasses.replace(self, objective=Objective(supervised_loss)).gradients(frozen, weights, batch)
         (total, weight), (nll, _) = sums.metrics["loss"], kept.metrics["loss"]
         weight = jnp.where(weight > 0, weight, 1)  # rehearsal goes on where a mini-batch has no token to train
         scale = share * weight  # `apply` divides by the weight
@@ -248,53 +272,32 @@ def _jitted(
         joined = {**sums.metrics, "loss": (total + scale * nll, weight)}
         return Sums(grads, joined), {"rehearsal_nll": kept.metrics["loss"]}
 
-    def apply(frozen, state, sums):
+    def apply(self, frozen, state, sums):
         del frozen
-        return apply_gradients(optimizer, state, sums, objective.critic)
+        return apply_gradients(self.optimizer, state, sums, self.objective.critic)
 
-    def fused(frozen, state, batch):
-        return apply(frozen, state, gradients(frozen, state.weights, batch))
+    def fused(self, frozen, state, batch):
+        return self.apply(frozen, state, self.gradients(frozen, state.weights, batch))
 
-    def jitted(program, inputs, outputs, *, donated=()):
-        return jax.jit(program, in_shardings=(None, *inputs), out_shardings=outputs, donate_argnums=donated)
+    def gradients(self, frozen: Frozen, weights: Any, batch: Batch) -> Sums:
+        """Gradient and metrics of Σ objective over a micro-batch."""
+        with nnx.merge(self.graphdef, policy_params(frozen.base, weights[0])).full_precision():
+            loss = functools.partial(self._loss, frozen, batch)
+            (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(weights)
+        return Sums(grads, metrics)
 
-    stepped = (state_sharding, replicated)
-    return Programs(
-        logprobs=jitted(logprobs, (state_sharding.params, batch_sharding), batch_sharding),
-        hidden=jitted(hidden, (state_sharding.params, batch_sharding), batch_sharding),
-        head=jitted(head, (state_sharding.params,), None),
-        fused=jitted(fused, (state_sharding, batch_sharding), stepped, donated=1),
-        start=jitted(start, (weights, batch_sharding), sums_sharding),
-        add=jitted(add, (weights, sums_sharding, batch_sharding), sums_sharding, donated=2),
-        rehearse=jitted(rehearse, (weights, sums_sharding, batch_sharding, None), (sums_sharding, None), donated=2),
-        apply=jitted(apply, (state_sharding, sums_sharding), stepped, donated=1),
-        baseline=jitted(baseline, (weights, batch_sharding), batch_sharding) if objective.critic else None,
-    )
-
-
-def _gradients(
-    graphdef: Any,
-    objective: Objective,
-    temperature: float,
-    frozen: Frozen,
-    weights: Any,
-    batch: Batch,
-) -> Sums:
-    """Gradient and metrics of Σ objective over a micro-batch."""
-    base, ref_head = frozen
-
-    def total_loss(weights):
-        params, critic_params = weights
-        model = nnx.merge(graphdef, policy_params(base, params))
+    def _loss(self, frozen, batch, weights):
+        objective, (params, critic_params) = self.objective, weights
+        model = nnx.merge(self.graphdef, policy_params(frozen.base, params))
         hidden = completion_hidden(model, batch.rows)
         measures = objective.on_policy or objective.entropy_coef > 0
         own, measured = batch, {}
         inputs, how = head_arguments(model, hidden, batch.rows)
-        how |= {"temperature": temperature, "entropy": measures}
-        if ref_head is None:
+        how |= {"temperature": self.temperature, "entropy": measures}
+        if frozen.ref_head is None:
             logprobs, entropy = losses.token_logprobs(*inputs, **how)
         else:
-            found = losses.token_divergences(*inputs, batch.known("ref_hidden"), ref_head, **how)
+            found = losses.token_divergences(*inputs, batch.known("ref_hidden"), frozen.ref_head, **how)
             logprobs, entropy = found.logprobs, found.entropy
             own = dataclasses.replace(batch, ref_hidden=None, ref_logprobs=found.ref_logprobs, prefix_kl=found.kl)
         if objective.on_policy:
@@ -312,18 +315,6 @@ def _gradients(
             value_total, value_metrics = critic.loss(values, batch, objective.mean)
             total, metrics = total + value_total, metrics | value_metrics
         return total, metrics
-
-    with nnx.merge(graphdef, policy_params(base, weights[0])).full_precision():
-        (_, metrics), grads = jax.value_and_grad(total_loss, has_aux=True)(weights)
-    return Sums(grads, metrics)
-
-
-def _baseline(graphdef: Any, critic: Critic, weights: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Advantages, returns and values of a learned baseline."""
-    params, critic_params = weights
-    with nnx.merge(graphdef, params).full_precision():
-        values = critic.values(critic_params, batch.rows)
-    return *critic.advantages(values, batch), values
 
 
 def apply_gradients(
