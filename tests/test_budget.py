@@ -1,8 +1,9 @@
 """The size of the house. A ceiling is lowered when the code has become smaller, and never raised: delete first.
 
-It was raised three times: experiments had 3,800 lines before the programme on a pretrained model, which has 312, and
+It was raised four times: experiments had 3,800 lines before the programme on a pretrained model, which has 312, and
 4,060 before paths of every length had exact sums. The package had 38,000 before a KL that is summed over the
-vocabulary and a teacher as the reference, which have 470.
+vocabulary and a teacher as the reference, which have 470, and 37,844 before the docstrings of losses and of the step
+said their shapes and errors.
 """
 
 from pathlib import Path
@@ -33,10 +34,10 @@ def pages() -> list[Path]:
 @pytest.mark.parametrize(
     ("name", "found", "ceiling"),
     [
-        ("files of rpg_jax", lambda: len(sources("rpg_jax")), 200),
-        ("lines of rpg_jax", lambda: lines(sources("rpg_jax")), 37_844),
+        ("files of rpg_jax", lambda: len(sources("rpg_jax")), 189),
+        ("lines of rpg_jax", lambda: lines(sources("rpg_jax")), 38_070),
         ("lines of experiments and examples", lambda: lines(sources("experiments", "examples")), 4_196),
-        ("lines of the longest file", lambda: max(lines([path]) for path in sources("rpg_jax")), 412),
+        ("lines of the longest file", lambda: max(lines([path]) for path in sources("rpg_jax")), 409),
         ("config fields", lambda: len(config_files.fields()), 185),
         ("pages written by hand", lambda: len(pages()), 22),
     ],
