@@ -62,7 +62,7 @@ class Count:
 
     @classmethod
     def parse(cls, text: str, name: str = "a count") -> Self:
-        """Reads "10 steps", "1 step", "16updates" and the like. Raises ValueError, which names `name`, for other texts."""
+        """Reads "10 steps", "1 step", "16updates" and the like. Raises ValueError, with `name`, for other texts."""
         found = re.fullmatch(r"(\d+) ?(step|update)s?", text)
         if found is None:
             raise ValueError(
