@@ -62,7 +62,8 @@ class Count:
 
     @classmethod
     def parse(cls, text: str, name: str = "a count") -> Self:
-        """Reads "10 steps", "1 step", "16updates" and the like. Raises ValueError, with `name`, for other texts."""
+        """Reads a number of steps or updates: "10 steps", "1 step", "16updates". Raises ValueError, with `name`,
+        for any other text."""
         found = re.fullmatch(r"(\d+) ?(step|update)s?", text)
         if found is None:
             raise ValueError(

@@ -74,7 +74,7 @@ class Tokenizer(Codec, Protocol):
         ...
 
     def unknown(self, text: str) -> str:
-        """The distinct characters of `text` that have no token, in order."""
+        """The distinct characters of `text` that have no token, in the order of the text; "" if all have one."""
         ...
 
     def digest(self) -> str:
@@ -164,7 +164,7 @@ class SentencePieceTokenizer:
         return self._model.id_to_piece(token)
 
     def unknown(self, text: str) -> str:
-        """The distinct characters of `text` that have no token, in order."""
+        """The distinct characters of `text` that have no token, in the order of the text; "" if all have one."""
         return "".join(c for c in dict.fromkeys(text) if self._model.unk_id() in self.encode(c))
 
     def digest(self) -> str:
@@ -257,7 +257,7 @@ class HuggingFaceTokenizer:
         return self._model.id_to_token(token) or ""
 
     def unknown(self, text: str) -> str:
-        """The distinct characters of `text` that have no token, in order."""
+        """The distinct characters of `text` that have no token, in the order of the text; "" if all have one."""
         return "".join(c for c in dict.fromkeys(text) if self.encode(c) in ([], [self._unknown_id]))
 
     def digest(self) -> str:

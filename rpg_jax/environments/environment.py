@@ -202,7 +202,8 @@ class WorkerEnvironment:
         self._environment = Declaration(path).make(options)
 
     def reset(self, problem: dict[str, str]) -> dict[str, Any]:
-        """{"messages": the messages of the prompt}. `problem` has the fields of `Posed`."""
+        """Begins a conversation by the user's `reset`, and waits: {"messages": the checked messages of the prompt}.
+        `problem` has the fields of `Posed`. Raises BadScore for other messages, and what the user's code raises."""
         return self._called("reset", problem)
 
     def step(self, problem: dict[str, str], messages: list, completion: str) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def token_metrics(tokens: Tokens, events: dict[str, jax.Array]) -> Metrics:
 
 
 def merge(parts: Sequence[Metrics]) -> Metrics:
-    """The metrics of several micro-batches as one: sums and weights added, maxima under `_max` keys."""
+    """The metrics of several micro-batches as one: (sum, weight) added, the maximum for names that end in `_max`."""
     merged = {}
     for name in parts[0]:
         values, weights = zip(*(part[name] for part in parts), strict=True)

@@ -19,9 +19,9 @@ hidden units and vocabulary entries.
 def make_mesh(shape: Mapping[str, int] | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh with every axis of `MESH_AXES`, of type Auto, of `devices` (None: all devices of the run).
 
-    `shape` has the sizes of axes. A missing axis has size 1. One axis may be -1: it takes the devices that are left. On
-    several TPU slices, `replica` spans the slices over the slow network (a size of 1 becomes their number), and every
-    other axis lies within a slice. An axis of any size may take a part of a dimension of the torus.
+    `shape` has the sizes of axes (None: none). A missing axis has size 1. One axis may be -1: it takes the devices that
+    are left. On several TPU slices, `replica` spans the slices over the slow network (a size of 1 becomes their
+    number), and every other axis lies within a slice. An axis of any size may take a part of a dimension of the torus.
 
     Raises:
       ValueError: an axis is unknown, the sizes do not multiply to the number of devices, the slices do not divide

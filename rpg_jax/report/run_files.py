@@ -172,7 +172,7 @@ class Run:
 
     @property
     def ended(self) -> bool:
-        """Whether the last record is of the last step that the config asks for, `train.steps`."""
+        """Whether the last record is of the last step, `train.steps` of the config. False without a record."""
         return bool(self.records) and self.records[-1]["step"] == self.config.get("train.steps")
 
     @functools.cached_property

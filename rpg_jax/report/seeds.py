@@ -21,7 +21,7 @@ class Mean:
 
     @property
     def margin(self) -> str:
-        """The text " ± half" with one decimal; "" if there is one seed."""
+        """The text " ± half", half of the 95 % interval with one decimal; "" if there is one seed."""
         return "" if math.isnan(self.half) else f" ± {self.half:.1f}"
 
     @property

@@ -56,7 +56,8 @@ def neutral(asked: Collection[str]) -> dict[str, Any]:
 
 
 def fitted(config: ConfigDict, asked: Collection[str], rows: Sequence[str]) -> Fitted:
-    """Chooses values for the fields that the caller has not set, by the model, the rows and the device.
+    """Chooses values for the fields that the caller has not set, by the model, the rows and the device: the limits of
+    prompts and completions, the sizes of a step and of a micro-batch, the numbers' dtype and the learning rate.
 
     Args:
       config: has `model.path`, the values of `NEUTRAL`, and the fields that the caller has set. It stays as it is.

@@ -78,7 +78,7 @@ def token_numbers(loss: str | losses.Loss, **hyperparameters: Any) -> Numbers:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutFiles:
-    """Writes the rollout files: the first `groups` groups, mini-batch by mini-batch, of step 1 and every `every`-th.
+    """Writes the rollout files: the first `groups` groups, by mini-batches, of step 1 and multiples of `every`.
 
     A file costs a pass of log-probs over the mini-batches that hold its groups. It changes no number of the run.
     `logprobs` maps weights and rows to (log-probs f32[B, C], entropy f32[B, C], …), and `numbers` is of

@@ -51,7 +51,7 @@ class Trainer(Protocol):
 
     @property
     def last(self) -> int:
-        """The number of the run's last step. The first step is 1."""
+        """The number of the last step that the run is to take, done or not. The first step is 1."""
 
     @property
     def learner(self) -> Learner:

@@ -70,7 +70,8 @@ class Algorithm:
     fault: Callable[[int, Mapping[str, float], Sequence[Mapping[str, float]]], str | None] = lambda *_: None
 
     def logprobs(self, params: Any, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Log-probs and entropies f32[B, C] of a micro-batch, and its experts [B, C, L, k] (None in a dense model)."""
+        """Log-probs at the sampling temperature and entropies of the completion tokens of a micro-batch, in nats f32[B,
+        C], and the k experts of each of L layers that they used, [B, C, L, k] (None in a dense model)."""
         beat()
         return self.programs.logprobs(params, rows)
 

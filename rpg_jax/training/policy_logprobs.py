@@ -52,7 +52,10 @@ def _predictors(hidden: jax.Array, rows: Rows) -> jax.Array:
 def head_arguments(
     model: Any, hidden: jax.Array, rows: Rows
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], dict[str, Any]]:
-    """The arguments of `losses.token_logprobs` and `token_divergences`: arrays of the policy, and how they are cut.
+    """The arguments of `losses.token_logprobs` and `token_divergences`: (`hidden`, the head [V, E], targets [B, C]),
+    and the keywords `cut` (mesh axes), `used` (i32[], number of columns) and `chunk_size` (positions at a time).
+
+    `hidden` [B, C, E] are the policy's hidden states that predict the completion tokens.
 
     The head skips the columns after the last completion of the fullest row: shared prompts leave a row fewer completion
     tokens than its length. On TPUs the head takes all columns, so that the compiler knows the cost of its loop.

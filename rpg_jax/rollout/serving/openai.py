@@ -53,7 +53,8 @@ class RequestFields:
         return value
 
     def flags(self, name: str, known: str) -> dict[str, bool]:
-        """The field's object, whose only entry may be `known`, which is true or false; {} if the field is absent."""
+        """The field's object, whose only entry may be `known`, which is true or false; {} if the field is absent.
+        Raises ValueError for another value."""
         value = self.take(name, {})
         if not isinstance(value, dict) or not all(key == known and isinstance(value[key], bool) for key in value):
             raise ValueError(f'{name} must be {{"{known}": true or false}}, got {_short(value)}')
