@@ -98,7 +98,10 @@ class Step:
 
 
 def take_step(a: Algorithm, state: TrainState, number: int) -> Step:
-    """Takes step `number` (the first step is 1) from `state`. The arrays of `state` are donated."""
+    """Takes step `number` (the first is 1): samples, scores, computes log-probs and advantages, updates, moves the
+    reference, and hands the new weights to the rollout unless `a.fault` stops the run. The arrays of `state` are
+    donated: the returned record has the state after the step.
+    """
     clock = Clock()
     sampled = a.collector.take(number - 1, state.params, int(state.updates))
     clock.lap("rollout")
@@ -131,14 +134,18 @@ def take_step(a: Algorithm, state: TrainState, number: int) -> Step:
 
 
 def add_reference(a: Algorithm, batch: Packed, state: TrainState) -> Packed:
-    """Adds log π_ref by a pass, unless the reference is the behaviour policy in every step."""
+    """A batch with the column log π_ref, by a pass of the reference; `batch` itself if the reference is the policy that
+    samples in every step.
+    """
     if not a.reference.differs(a.updates_per_step):
         return batch
     return batch.add(ref_logprobs=_reference_pass(a, batch, state))
 
 
 def for_the_update(a: Algorithm, batch: Packed) -> Packed:
-    """The batch of an update that computes log π_old itself: without log π_old, without log π_ref if π_ref is π_old."""
+    """The batch for an update that computes log π_old itself: `behaviour_logprobs` are None, and `ref_logprobs` are
+    None too if the reference is the policy that samples.
+    """
     other = a.reference.differs(a.updates_per_step)
     own = [
         dataclasses.replace(b, behaviour_logprobs=None, ref_logprobs=b.ref_logprobs if other else None)
@@ -148,11 +155,11 @@ def for_the_update(a: Algorithm, batch: Packed) -> Packed:
 
 
 def add_logprobs(a: Algorithm, batch: Packed, state: TrainState, *, reference: bool = True) -> tuple[Packed, Metrics]:
-    """Adds log π_old, and with `reference` log π_ref, by the trainer's own pass.
+    """(The batch with the column log π_old, and with `reference` log π_ref, by the trainer's own pass; metrics.)
 
-    Also returns metrics: `entropy`, the routers' metrics, and `sampler_gap` and `sampler_gap_max`, the mean and the
-    maximum of |log π_s − log π| over the tokens for which the trainer has computed log π under the weights that sampled
-    them. The distance to other weights is no fault of the sampler.
+    The metrics are sums and weights: `entropy`, the routers' metrics, and `sampler_gap` and `sampler_gap_max`, the mean
+    and the maximum of |log π_s − log π| over the tokens for which the trainer has computed log π under the weights that
+    sampled them. The distance to other weights is no fault of the sampler.
     """
     present, measured = _present_pass(a, batch, state)
     drawn, compared = present, tuple(b.mask for b in batch.batches)
@@ -203,7 +210,9 @@ def _present_pass(a: Algorithm, batch: Packed, state: TrainState) -> tuple[tuple
 
 
 def add_advantages(a: Algorithm, batch: Packed, state: TrainState) -> Packed:
-    """Adds advantages: from the rewards of a group or batch, or from a critic's values of the tokens."""
+    """The batch with `advantages`: from the rewards of a group or batch, or from a critic's values of the tokens. With
+    a critic it also gets `rewards`, `values` and `returns`.
+    """
     if a.advantages is not None:
         columns = a.advantages(batch)
         return batch.add(**{name: batch.packing.scatter(values) for name, values in columns.items()})
@@ -223,7 +232,9 @@ def with_behaviour_logprobs(a: Algorithm, groups: Sequence[Group], state: TrainS
 
 
 def anchor_of(a: Algorithm, state: TrainState) -> Anchor:
-    """The reference of a step's updates. It is a copy where it is the present policy, whose arrays updates donate."""
+    """The reference whose distributions a step's updates read. If it is the present policy, its weights are copied,
+    because updates donate the policy's arrays.
+    """
     coincides, programs = a.reference.coincides(), a.reference.programs or a.programs
     if coincides:
         return programs.anchor(jax.tree.map(jnp.copy, state.params), replays=True)
@@ -231,7 +242,10 @@ def anchor_of(a: Algorithm, state: TrainState) -> Anchor:
 
 
 def update(a: Algorithm, batch: Packed, state: TrainState, step: int) -> tuple[TrainState, Metrics, list]:
-    """Makes one update a mini-batch, `epochs` times. Returns the state, summed metrics, and each update's metrics."""
+    """Makes one update a mini-batch, in `a.epochs` passes over `batch`, and tells the reference of each update. Returns
+    the state, the metrics as sums and weights over all updates, and the mean metrics of each update. Waits for the
+    devices. `step` is the number of the step, from 1.
+    """
     minibatches, running, summed = batch.minibatches * a.epochs, [], []
     anchor = anchor_of(a, state) if a.exact else None
     a.reference.before_updates(state.params, step, len(minibatches))

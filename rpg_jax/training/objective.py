@@ -61,7 +61,7 @@ def kl_share(name: str | losses.Loss, logprobs: jax.Array, batch: Batch, **hyper
 
 @functools.lru_cache(maxsize=128, typed=True)
 def mean_fn(aggregate: str, constant_length: int | None) -> losses.Mean:
-    """Returns `losses.aggregate` as a function of values and a batch."""
+    """The function from values f32[B, C] and a batch to (sum, weight) under `aggregate`, a name of `AGGREGATES`."""
     return lambda values, batch: losses.aggregate(values, batch, aggregate, constant_length)
 
 
@@ -103,7 +103,9 @@ def advantages_fn(
 def completion_advantages(
     batch: RolloutBatch[Group], *, advantage: str, part_weights: Sequence[float] = ()
 ) -> np.ndarray:
-    """`losses.advantages` f32[P, G] of the rewards of completions."""
+    """The advantages f32[P, G] of P groups of G completions by their rewards, under the name `advantage` of
+    `losses.ADVANTAGES`. Completions that training does not use have 0. `part_weights` weigh the parts of the reward.
+    """
     rewards = np.stack([g.rewards for g in batch.groups])
     trained = np.array(batch.packing.trained, np.int32)
     known = [g.parts for g in batch.groups if g.parts is not None]
@@ -112,7 +114,9 @@ def completion_advantages(
 
 
 def turn_advantages(batch: RolloutBatch[Group], *, advantage: str, environment_weight: float) -> list[list[np.ndarray]]:
-    """`losses.turn_advantages` of the returns of turns: f32[n] for each group and completion, one number a token."""
+    """The advantages f32[n] of the n tokens of each completion of each group: each token has its turn's, by the returns
+    of the turns. `environment_weight` is the weight of the environment's part in the reward.
+    """
     paid = [returns(g, environment_weight) for g in batch.groups]
     of_turns = losses.turn_advantages(advantage, paid, [g.counted for g in batch.groups])
     return [
@@ -124,7 +128,9 @@ def turn_advantages(batch: RolloutBatch[Group], *, advantage: str, environment_w
 def with_kl_baseline(
     advantages: np.ndarray | list[list[np.ndarray]], batch: RolloutBatch[Group], **hyperparameters: Any
 ) -> Mapping[str, np.ndarray | list[list[np.ndarray]]]:
-    """The columns `advantages` and `kl_baseline`, which RPG of completions adds to them (`losses.kl_baseline`)."""
+    """{"advantages": the given ones plus the baseline, "kl_baseline": f32[P, G]}: the leave-one-out baseline of the KL
+    that RPG of completions has, from log π_old − log π_ref of `batch` and the loss's `hyperparameters`.
+    """
     log_ratios = [b.known("behaviour_logprobs") - b.known("ref_logprobs") for b in batch.batches]
     sums = np.array([[np.sum(x) for x in own] for own in batch.of_sampled(log_ratios)], np.float32)
     baseline = np.asarray(losses.kl_baseline(jnp.asarray(sums), counted=counted_of(batch), **hyperparameters))

@@ -32,7 +32,7 @@ class TrainState:
 
     @property
     def weights(self) -> tuple[Any, Any]:
-        """Everything that has a gradient: the policy's and the critic's parameters (or None)."""
+        """(the policy's weights, the critic's, or None without a critic): everything that has a gradient."""
         return self.params, None if self.critic is None else self.critic.params
 
 
@@ -47,7 +47,8 @@ def in_device_memory(tree: Any) -> Any:
 
 
 def abstract(tree: Any, shardings: Any) -> Any:
-    """Shapes, dtypes and shardings of `tree`. A checkpoint is restored into them."""
+    """`tree` of arrays or shapes as `ShapeDtypeStruct`s with `shardings`, a tree of equal form: a checkpoint is
+    restored so."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 

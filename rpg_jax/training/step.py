@@ -86,7 +86,7 @@ class Anchor(NamedTuple):
 
 
 class Rehearsed(NamedTuple):
-    """Micro-batches of kept completions: −log π_θ of each token joins an update's mean loss with weight `share`."""
+    """Kept completions for an update: `share` · Σ −log π_θ over the tokens of `batches` joins the mean loss."""
 
     batches: Sequence[Batch]
     share: float
@@ -320,9 +320,11 @@ class _Functions:
 def apply_gradients(
     optimizer: Optimizer, state: TrainState, sums: Sums, critic: Critic | None = None
 ) -> tuple[TrainState, Metrics]:
-    """The update with gradient Σ grads / Σ weight; policy and critic are each clipped by their own global norm.
+    """(The state after an update with the gradient Σ grads / Σ weight of `sums`, its metrics as sums and weights.)
 
-    Where the loss or a norm is not finite, the state stays as it is and the update is counted as skipped.
+    The gradients of policy and critic are each clipped to `max_grad_norm` of their optimizer by their own global norm,
+    which the metrics `grad_norm` and `critic_grad_norm` have. Where the loss or a norm is not finite, weights and slots
+    stay as they are, and the update counts as skipped and not as made.
     """
     total, weight = sums.metrics["loss"]
     weight = jnp.maximum(weight, 1e-9)
