@@ -92,7 +92,8 @@ class AheadCollector(Collector):
         """Does nothing: the next batch brings its weights."""
 
     def sync(self, params: Any, version: int) -> None:
-        """As `Collector.sync`, with a copy of `params`: the next step donates `params` while the rollout samples."""
+        """Makes a copy of `params` the weights of the rollout, since the next step donates `params` while the rollout
+        samples. Raises RolloutError if the rollout holds other bits."""
         super().sync(self.rollout.stage_weights(params), version)
 
     @contextlib.contextmanager
@@ -106,7 +107,7 @@ class AheadCollector(Collector):
             yield
 
     def record(self) -> dict[str, Any]:
-        """As `Collector.record`. Waits for the batches that are being sampled."""
+        """Everything that a resume needs, JSON-able. Waits for the batches that are being sampled."""
         ahead = {
             "batches": {str(step): _encode(job.result()) for step, job in self._jobs.items()},
             "carried": encode_groups(self.carried),

@@ -22,7 +22,7 @@ from rpg_jax.types import Turns
 
 
 class Clock:
-    """Seconds of the parts of a step."""
+    """Seconds of the parts of a step. The first part begins when the clock is made."""
 
     def __init__(self) -> None:
         self._start = self._last = time.perf_counter()
@@ -35,7 +35,7 @@ class Clock:
         self._last = now
 
     def metrics(self, *, tokens: float) -> dict[str, float]:
-        """Seconds by part, seconds in all, and `tokens` per second."""
+        """Metrics: the seconds of each part and of all, and `tokens` per second of all."""
         total = self._last - self._start
         return {**self._laps, "seconds": total, "tokens_per_second": tokens / total}
 

@@ -67,9 +67,11 @@ class Program:
         return self.jitted(self.frozen, *inputs)
 
     def lower(self, *inputs: Any) -> jax.stages.Lowered:
+        """`jax.jit(…).lower` for inputs or their shapes, without a run."""
         return self.jitted.lower(self.frozen, *inputs)
 
     def trace(self, *inputs: Any) -> jax.stages.Traced:
+        """`jax.jit(…).trace` for inputs or their shapes, without a run."""
         return self.jitted.trace(self.frozen, *inputs)
 
 
