@@ -228,14 +228,14 @@ class Batch:
     Attributes:
       rows: the model's input.
       sampler_logprobs: f32[B, C], log π_s as the rollout engine reported it.
-      behaviour_logprobs: f32[B, C], log π_old, recomputed by the trainer before the first update. None in a step of one
-        update, which computes log π_old itself.
-      ref_logprobs: f32[B, C], log π_ref; equal to `behaviour_logprobs` where the two policies coincide.
+      behaviour_logprobs: f32[B, C], log π_old, by the trainer's pass before the first update; tokens that earlier
+        weights sampled keep the number that was stored. None in a step of one update, which computes log π_old itself.
+      ref_logprobs: f32[B, C], log π_ref. Where π_ref is π_old, equal to `behaviour_logprobs`, or None as they are.
       advantages: f32[B, C].
       kl_baseline: f32[B, C], the part of `advantages` that is the KL's own baseline; None without a baseline of the KL.
       ref_hidden: [B, C, E], the reference's hidden states that predict the tokens; only a loss that sums the KL over
         the vocabulary reads them, one micro-batch at a time.
-      prefix_kl: the KL of that sum, `losses.PrefixKL`; the update computes it.
+      prefix_kl: `losses.PrefixKL`, the KL summed over the vocabulary at each token; the update computes it.
       rewards: f32[B, C], the reward of each token; a learned baseline reads the rewards.
       values: f32[B, C], the values of a learned baseline before the first update.
       returns: f32[B, C], the targets of the learned baseline.

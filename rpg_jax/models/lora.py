@@ -62,9 +62,9 @@ class Lora:
 
 
 def adapted_matrices(config: DecoderConfig, lora: Lora) -> list[Stored]:
-    """How the matrices that get adapters are stored, in the order of the params tree. A matrix has the dimensions
-    [*stack, *inputs, *outputs]; `groups` has the sizes of the outputs, then of the inputs. Raises ValueError if
-    the model lacks `lora.targets`."""
+    """How the matrices that get adapters are stored, in the order of the params tree. A matrix has the shape
+    [*stack, *inputs, *outputs] with `stacked` stack axes; `groups` is (sizes of the outputs, sizes of the inputs).
+    Raises ValueError if the model lacks `lora.targets`."""
     absent, instead = ("experts", "feed-forward") if config.experts is None else ("feed-forward", "experts")
     if lora.targets == absent:
         raise ValueError(f"model.lora.targets={absent!r}: this model has none; choose {instead}, attention or all")

@@ -21,7 +21,7 @@ def make_mesh(shape: Mapping[str, int] | None = None, devices: Sequence[jax.Devi
 
     `shape` has the sizes of axes (None: none). A missing axis has size 1. One axis may be -1: it takes the devices that
     are left. On several TPU slices, `replica` spans the slices over the slow network (a size of 1 becomes their
-    number), and every other axis lies within a slice. An axis of any size may take a part of a dimension of the torus.
+    number), and every other axis lies within a slice. An axis may be a part of a dimension of the torus.
 
     Raises:
       ValueError: an axis is unknown, the sizes do not multiply to the number of devices, the slices do not divide

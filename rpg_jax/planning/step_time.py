@@ -96,7 +96,8 @@ def phases(
 
 @dataclasses.dataclass(frozen=True)
 class Phases:
-    """Seconds of each phase of a step of `work` on the slice `on`, planned at `rates`. Phases follow each other."""
+    """`seconds` of each phase of a step of `work` on the slice `on`, planned at `rates`: prefill, "decode: PART",
+    log-probs, update, baseline, exchange, and a step's share of the evaluations. Phases follow each other."""
 
     seconds: Mapping[str, float]
     work: Work

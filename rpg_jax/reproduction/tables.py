@@ -70,8 +70,8 @@ class Table:
         return self.baselines.get(row, self.baseline)
 
     def named(self, text: str) -> list[str]:
-        """Splits a text of rows at its commas, without blanks. A row's name can have commas: the longest known name
-        counts. An unknown name ends at the next comma, and is not refused here."""
+        """Splits a text of rows at its commas; blanks beside a comma do not count. A row's name can have commas: the
+        longest known name is taken. An unknown name ends at the next comma, and is not refused here."""
         parts, names = [part.strip() for part in text.split(",")], []
         while parts:
             known = (n for n in range(len(parts), 0, -1) if ", ".join(parts[:n]) in self.rows)

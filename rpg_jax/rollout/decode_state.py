@@ -229,8 +229,8 @@ class DecodeState:
         )
 
     def stop(self, ended: jax.Array) -> DecodeState:
-        """Makes the slots of the mask `ended` bool[S] inactive. Nothing reads or overwrites the cache of such a slot
-        until the slot is filled or continued."""
+        """Makes the slots of the mask `ended` bool[S] inactive; the cache of an inactive slot has length 0. Nothing
+        overwrites its keys and values until the slot is filled or continued."""
         active = self.active & ~ended
         return replace(self, active=active, cache=replace(self.cache, lengths=jnp.where(active, self.cache.lengths, 0)))
 

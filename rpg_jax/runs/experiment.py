@@ -308,9 +308,9 @@ def _decoding_base(layout: Layout, decoding: rollout.Decoding, base: models.Base
 
 
 def input_digests(experiment: Experiment) -> dict[str, str]:
-    """{name: SHA-256} of tokenizer, model, loaded problems and demonstrations. A name is the config field and, for a
-    held-out set, the set. Of the model its dimensions count, and if adapters train without a warm start its weights
-    too.
+    """{name: SHA-256} of tokenizer, the model's dimensions, loaded problems and demonstrations. A name is the config
+    field, for a held-out set with the set; a built-in task has "task". If adapters train without a warm start, the
+    weights of the model are "model.path (weights)".
     """
     task, name = experiment.task, experiment.config.task.name
     train, held_out = ("task.train", "task.held_out_sets") if name == "files" else ("task", "task, held out")

@@ -60,7 +60,7 @@ def fitted(config: ConfigDict, asked: Collection[str], rows: Sequence[str]) -> F
     prompts and completions, the sizes of a step and of a micro-batch, the numbers' dtype and the learning rate.
 
     Args:
-      config: has `model.path`, the values of `NEUTRAL`, and the fields that the caller has set. It stays as it is.
+      config: holds `model.path`, the values of `NEUTRAL` and what the caller has set. It stays as it is.
       asked: dotted names of the fields that the caller has set.
       rows: the files or data sets of the problems to train on; they are read.
 

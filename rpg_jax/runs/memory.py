@@ -126,8 +126,9 @@ def _resident_reference(layout: Layout) -> float:
 
 
 def has_copy(layout: Layout, decoding: Decoding) -> bool:
-    """Whether the rollout holds its own copy of the trainer's weights, or of the frozen base if adapters are trained:
-    another dtype, 8 bits, another mesh, or adapters merged into the base.
+    """Whether the rollout holds its own copy of the trainer's weights: they have another dtype, 8 bits or another mesh
+    there. If adapters are trained, whether it copies the frozen base: the adapters are merged into it, it has another
+    mesh, or 8 bits that the trainer's base does not have.
     """
     c = layout.config
     if layout.lora is not None:

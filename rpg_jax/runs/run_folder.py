@@ -177,7 +177,7 @@ def open_run(config: ConfigDict, folder: storage.Folder) -> None:
 
     An earlier run of the name is moved to `replaced`, beside the runs, if `run.overwrite` is set, or if the earlier run
     has another config and never took a step. Raises ValueError if a run of this name has another config, and names the
-    fields that differ, or if the folder is not known to be a run.
+    fields that differ, or if a folder to move is not known to be a run. A folder with other files alone is taken.
     """
     folder.fetch()
     resolved, file = as_json(config), folder.files / "config.json"
@@ -242,8 +242,9 @@ def checkpoint_step(folder: storage.Folder, step: int | None) -> int:
 def read_config(path: Path) -> ConfigDict:
     """The resolved config of the run in the folder `path`; retired fields and values have become their successors.
 
-    A field that is newer than the run has its default if the field changes no number of a run. Raises ValueError if
-    there is no config, or if the config lacks another newer field, or has a value that is not allowed.
+    A field that did not exist when the run began has its default, if the default leaves a run as it was without the
+    field. `run.accept_changes` is False. Raises ValueError if there is no config, or if the config lacks another field
+    of today, or has a value that is not allowed.
     """
     file = path / "config.json"
     if not file.exists():

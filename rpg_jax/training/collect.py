@@ -70,7 +70,8 @@ class Collected:
       trained: the groups to train now.
       carried: the groups for the next step to train.
       dropped: informative groups that no step trains.
-      first_batch: the number of groups that the first batch generated; None if there was one batch.
+      first_batch: with dynamic sampling, the number of groups that the first batch generated; None without it, or if
+        the step generated no batch.
     """
 
     generated: list[Group]

@@ -53,7 +53,7 @@ def head_arguments(
     model: Any, hidden: jax.Array, rows: Rows
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], dict[str, Any]]:
     """The arguments of `losses.token_logprobs` and `token_divergences`: (`hidden`, the head [V, E], targets [B, C]),
-    and the keywords `cut` (mesh axes), `used` (i32[], number of columns) and `chunk_size` (positions at a time).
+    and the keywords `cut` (mesh axes), `used` (i32[], columns; None: all) and `chunk_size` (positions at a time).
 
     `hidden` [B, C, E] are the policy's hidden states that predict the completion tokens.
 
