@@ -319,10 +319,9 @@ def _connected(
 
 
 def settings_of(policy: Policy, name: str, k: int | None, weights: str) -> dict[str, Any]:
-    """The settings on which completions and verdicts depend, as JSON values, and the digests of the code that gives
-    verdicts. `weights` is the checksum of the weights in hexadecimal digits, `name` the name of the policy, and `k` the
-    completions of each problem (None: as the source or the config says).
-    """
+    """The settings on which completions and verdicts depend, as JSON values, with the digests of the code that judges.
+    `weights` is the checksum of the weights in hexadecimal digits, `name` the name of the policy, `k` the completions
+    of each problem (None: as the source or the config says)."""
     c, held_out = policy.experiment.config, policy.experiment.task.held_out
     parts = reward_arguments(c)[0]
     code = rewards.paths(parts) + ([c.environment.name] if ":" in (c.environment.name or "") else [])
