@@ -42,20 +42,17 @@ def completion_sum(x: jax.Array, mask: jax.Array, completion_ids: jax.Array | No
 
 
 def completion_mean(x: jax.Array, mask: jax.Array, completion_ids: jax.Array | None = None) -> jax.Array:
-    """The mean of x over the tokens of each token's own completion where `mask` is nonzero; 0 if there are none.
-
-    x and the result are f[B, T], mask [B, T]. `completion_ids` i32[B, T] in 0 … T has the number of the token's
-    completion in the row; None is one completion a row.
-    """
+    """The mean of x over the tokens of each token's own completion where `mask` is nonzero; 0 if there are none. x and
+    the result are f[B, T], mask [B, T]. `completion_ids` i32[B, T] in 0 … T has the number of the token's completion in
+    the row; None is one completion a row."""
     lengths = completion_sum(jnp.ones_like(x), mask, completion_ids)
     return completion_sum(x, mask, completion_ids) / jnp.maximum(lengths, 1)
 
 
 def completion_count(mask: jax.Array, completion_ids: jax.Array | None = None) -> jax.Array:
     """The number of completions with a token whose `mask` [B, T] is nonzero, i32[]; an empty row has none.
-
-    `completion_ids` i32[B, T] in 0 … T has the number of the token's completion in the row; None: one completion a row.
-    """
+    `completion_ids` i32[B, T] in 0 … T has the number of the token's completion in the row; None: one completion a
+    row."""
     present = mask != 0
     if completion_ids is None:
         return jnp.sum(jnp.any(present, axis=1), dtype=jnp.int32)

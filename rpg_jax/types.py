@@ -62,8 +62,7 @@ class Count:
 
     @classmethod
     def parse(cls, text: str, name: str = "a count") -> Self:
-        """Reads a number of steps or updates: "10 steps", "1 step", "16updates". Raises ValueError, with `name`,
-        for any other text."""
+        """Reads a text such as "10 steps" or "16updates". Raises ValueError, which names `name`, for another text."""
         found = re.fullmatch(r"(\d+) ?(step|update)s?", text)
         if found is None:
             raise ValueError(
@@ -110,11 +109,9 @@ class Turns:
     def of(
         cls, spans: Iterable[tuple[int, int]], rewards: Sequence[float], error: str | None = None, *, length: int
     ) -> Self:
-        """The turns of a completion of `length` tokens, with `rewards` and `error` as in the attributes of `Turns`.
-
-        The environment wrote the tokens first, …, end − 1 of each (first, end) in `spans`. Raises ValueError if one of
-        these runs is empty, or not within the completion.
-        """
+        """The turns of a completion of `length` tokens, with `rewards` and `error` as in the attributes of `Turns`. The
+        environment wrote the tokens first, …, end − 1 of each (first, end) in `spans`. Raises ValueError if one of
+        these runs is empty, or not within the completion."""
         observed = np.zeros(length, bool)
         for first, end in spans:
             if not 0 <= first < end <= length:
@@ -273,9 +270,7 @@ class Batch:
     @property
     def loss_inputs(self) -> dict[str, Any]:
         """The arrays for `losses.policy_loss` by argument, except `logprobs` and `group_ids`; None where not computed.
-
-        Raises ValueError if `behaviour_logprobs` or `advantages` is not computed.
-        """
+        Raises ValueError if `behaviour_logprobs` or `advantages` is not computed."""
         return {
             "behaviour_logprobs": self.known("behaviour_logprobs"),
             "advantages": self.known("advantages"),

@@ -39,11 +39,8 @@ LEARNED_ADVANTAGES = Table(Declared)
 
 @ADVANTAGES.declare(r"R_i - \tfrac1G \textstyle\sum_j R_j")
 def group_mean(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
-    """R_i − mean of the group's R; rewards and result are f[P, G] (RPG, arXiv:2505.17508).
-
-    Exactly 0 where all rewards of a group are equal; the reward itself where G = 1. `counted` bool[P, G] are the
-    completions of the mean (None: all); elsewhere the result has no meaning.
-    """
+    """R_i − mean of the group where `counted` bool[P, G] (None: all); f[P, G] as the rewards (RPG, arXiv:2505.17508).
+    Exactly 0 where all rewards of a group are equal; the reward itself where G = 1."""
     if rewards.shape[1] == 1:
         return rewards
     one = rewards[:, :1]
@@ -58,17 +55,14 @@ def group_mean(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Arra
 
 @ADVANTAGES.declare(r"R_i - \mathrm{mean}_\mathrm{batch}(R)", over="batch")
 def batch_mean(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
-    """R_i − mean of all rewards where `counted` bool[P, G] (None: all); rewards and result are f[P, G]."""
+    """R_i − mean of the batch where `counted` bool[P, G] (None: all); f[P, G] as the rewards."""
     return rewards - jnp.mean(rewards, where=counted)
 
 
 @ADVANTAGES.declare(r"(R_i - \mathrm{mean}_\mathrm{group}(R)) / (\mathrm{std}_\mathrm{group}(R) + 10^{-6})")
 def group_standardised(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
-    """(R_i − mean)/(std + 1e-6) of the group, f[P, G] as the rewards (GRPO, arXiv:2402.03300; DAPO).
-
-    std divides by the group's number minus 1; for G = 1 the result is R/(1 + 1e-6). `counted` bool[P, G] are the
-    completions of mean and std (None: all); elsewhere the result has no meaning.
-    """
+    """(R_i − mean)/(std + 1e-6) of the group, f[P, G] as the rewards (GRPO, arXiv:2402.03300; DAPO). Mean and std,
+    which divides by the number minus 1, are over `counted` bool[P, G] (None: all). For G = 1 std is 1."""
     centred = group_mean(rewards, counted)
     deviation = jnp.std(centred, axis=1, keepdims=True, ddof=1, where=counted) if rewards.shape[1] > 1 else 1.0
     return centred / (deviation + STANDARD_DEVIATION_FLOOR)
@@ -76,11 +70,8 @@ def group_standardised(rewards: jax.Array, counted: jax.Array | None = None) -> 
 
 @ADVANTAGES.declare(r"R_i - \tfrac{1}{G-1} \textstyle\sum_{j \ne i} R_j")
 def leave_one_out(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
-    """R_i − mean of the other completions of the group, f[P, G] as the rewards (RLOO, arXiv:2402.14740).
-
-    `counted` bool[P, G] are the completions of the mean (None: all); elsewhere the result has no meaning. A completion
-    without others has its reward.
-    """
+    """R_i − mean of the group's others where `counted` bool[P, G] (None: all); f[P, G] (RLOO, arXiv:2402.14740). A
+    completion without others has its reward."""
     if rewards.shape[1] == 1:
         return rewards
     if counted is None:
@@ -95,10 +86,10 @@ def leave_one_out(rewards: jax.Array, counted: jax.Array | None = None) -> jax.A
 def maxrl(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
     """(R_i − mean)/(mean − min) of the group, 0 where all are equal; f[P, G] (MaxRL, arXiv:2602.02710 Algorithm 1).
 
-    The paper assumes a reward of two values. For such a reward with success rate p the advantage is the paper's
-    (s − p)/p, s ∈ {0, 1}, whatever the two values are. The expected gradient over groups is Σ_{k=1}^{G−1} ∇pass@k / k,
-    the first terms of the series of ∇log p. Where G = 1 the advantage is the reward. `counted` bool[P, G] are the
-    completions of mean and min (None: all); elsewhere the result has no meaning.
+    The paper assumes a reward of two values. For such a reward with success rate p the advantage is the paper's (s −
+    p)/p, s ∈ {0, 1}, whatever the two values are. The expected gradient over groups is Σ_{k=1}^{G−1} ∇pass@k / k, the
+    first terms of the series of ∇log p. In a group of one the advantage is the reward. Mean and min are over `counted`
+    bool[P, G] (None: all).
     """
     if rewards.shape[1] == 1:
         return rewards
@@ -112,12 +103,11 @@ def maxrl(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
     over="batch",
 )
 def gdpo(parts: jax.Array, part_weights: jax.Array, counted: jax.Array | None = None) -> jax.Array:
-    """The weighted sum of a reward's parts, each standardised in its group, then over the batch; f[P, G] (GDPO).
+    """The sum of a reward's parts, each standardised in its group, standardised over the batch; f[P, G] (GDPO).
 
-    `parts` f[P, G, N] are unweighted, `part_weights` f[N] are the weights ω: so ω says how much a part counts, whatever
-    the part's spread is. `counted` bool[P, G] are the completions that are compared (None: all); elsewhere the result
-    has no meaning. Both deviations divide by the number minus 1, and have 1e-6 added. Source: arXiv:2601.05242; its
-    code, NVlabs/GDPO at b080e63, adds 1e-4.
+    `parts` f[P, G, N] are unweighted; their weights ω in the sum are `part_weights` f[N]. So ω says how much a part
+    counts, whatever its spread is. Means and deviations are over `counted` bool[P, G] (None: all). Both deviations
+    divide by the number minus 1, and have 1e-6 added; NVlabs/GDPO at b080e63 adds 1e-4. Source: arXiv:2601.05242.
     """
     standardised = jax.vmap(lambda part: group_standardised(part, counted), in_axes=-1, out_axes=-1)(parts)
     summed = jnp.sum(part_weights * standardised, axis=-1)
@@ -133,11 +123,9 @@ def _counts(counted: jax.Array) -> jax.Array:
 
 
 def whiten(values: jax.Array, lengths: jax.Array) -> jax.Array:
-    """(x − mean) · rsqrt(var + 1e-8) over the tokens of all completions; `values` x and the result are f[P, G].
-
-    A completion counts `lengths` i32[P, G] times, once a trained token. var divides by the number of tokens minus 1. If
-    all completions with tokens have equal values, their result is exactly 0: a rounded mean would become large.
-    """
+    """(x − mean) · rsqrt(var + 1e-8) over tokens; values x and result are f[P, G], `lengths` i32[P, G]. A completion
+    counts once per trained token: `lengths` times. var divides by the number of tokens minus 1. If all completions with
+    tokens have equal values, their result is exactly 0: a rounded mean would become large."""
     tokens = lengths.astype(values.dtype)
     count = jnp.maximum(jnp.sum(tokens), 1)
     counted = tokens > 0
@@ -149,20 +137,15 @@ def whiten(values: jax.Array, lengths: jax.Array) -> jax.Array:
 
 @ADVANTAGES.declare(r"\mathrm{whiten}_\mathrm{tokens}(R_i)", over="batch")
 def whitened_returns(rewards: jax.Array, lengths: jax.Array) -> jax.Array:
-    """The rewards whitened over tokens, f[P, G]: REINFORCE++'s returns with γ = 1 (arXiv:2501.03262).
-
-    `lengths` i32[P, G] is the number of trained tokens of each completion, 0 for one that is not counted.
-    """
+    """Returns with γ = 1 (the reward, at every token), whitened over tokens; f[P, G] (REINFORCE++, arXiv:2501.03262).
+    `lengths` i32[P, G] is the number of trained tokens of each completion, 0 where it is not counted."""
     return whiten(rewards, lengths)
 
 
 @ADVANTAGES.declare(r"\mathrm{whiten}_\mathrm{tokens}(R_i - \mathrm{mean}_\mathrm{group}(R))", over="batch")
 def whitened_group_mean(rewards: jax.Array, lengths: jax.Array, counted: jax.Array | None = None) -> jax.Array:
-    """R_i − mean of the group, whitened over tokens; f[P, G] (the baseline variant of REINFORCE++, arXiv:2501.03262).
-
-    `lengths` i32[P, G] is the number of trained tokens of each completion, 0 for one that is not counted. `counted`
-    bool[P, G] are the completions of the mean (None: all).
-    """
+    """`group_mean`, whitened over tokens; f[P, G] (the baseline variant of REINFORCE++, arXiv:2501.03262). `lengths`
+    i32[P, G] is the number of trained tokens, 0 where a completion is not `counted` bool[P, G] (None: all)."""
     return whiten(group_mean(rewards, counted), lengths)
 
 
@@ -172,14 +155,10 @@ _GIVEN = ("rewards", "counted", "lengths", "parts", "part_weights")
 def declare_own_advantage(name: str, function: Callable[..., jax.Array]) -> None:
     """Adds an advantage from outside this repository to `ADVANTAGES`, in place of one with the same name.
 
-    The function may compare different groups, so `turn_advantages` refuses the advantage.
-
-    Args:
-      name: "module:function", the value of `loss.advantage` in a config.
-      function: `function(rewards)` takes and returns f[P, G]. It may also ask for `counted` bool[P, G] and `lengths`
-        i32[P, G], or take `parts` f[P, G, N] and `part_weights` f[N] in place of `rewards`, all by these names.
-
-    Raises ValueError if `function` is no Python function or asks for other arguments.
+    `function(rewards)` takes and returns f[P, G]. It may also ask for `counted` bool[P, G] and `lengths` i32[P, G], or
+    take `parts` f[P, G, N] and `part_weights` f[N] in place of `rewards`, all by these names. The function may compare
+    different groups, so `turn_advantages` refuses the advantage. `name` is "module:function", the value of
+    `loss.advantage` in a config. Raises ValueError if `function` does not have this form.
     """
     if not inspect.isfunction(function):
         raise ValueError(f"the advantage {name!r} must be a function, made with def; got {type(function).__name__}")
@@ -299,10 +278,8 @@ def turn_advantages(
       counted: [P][G] bools, the completions that the update trains on; None: all. Others have advantage 0 and change no
         advantage, and so has the only counted completion of a group of several.
 
-    Returns:
-      For each prompt and completion f32[k], A_{i,1} … A_{i,k}: NumPy arrays.
-
-    Raises ValueError if the advantage is unknown, compares a whole batch, or comes from a critic.
+    Returns f32[k] for each prompt and completion, in NumPy. Raises ValueError if the advantage is unknown, compares a
+    whole batch, or comes from a critic.
 
     Source: the return to go is REINFORCE's. The baselines by turn and the rule for s are ours.
     """

@@ -14,11 +14,8 @@ from rpg_jax.losses.declaration import Declared, Table, lookup
 
 
 class Trained(Protocol):
-    """Tokens [B, T], as `Tokens` and `Batch` have them.
-
-    `mask` [B, T] is nonzero where the update trains. `completion_ids` i32[B, T] in 0 … T has the number of each token's
-    completion in its row; None is one completion a row.
-    """
+    """Tokens [B, T] that an update trains on (`mask` nonzero), and each token's completion (`completion_ids` i32[B,
+    T])."""
 
     @property
     def mask(self) -> jax.Array: ...
@@ -55,10 +52,7 @@ def sequence_mean_token_mean(values: jax.Array, tokens: Trained) -> Sums:
 
 @AGGREGATES.declare(r"\tfrac{1}{N L} \textstyle\sum_i \sum_t \ell_{i,t}")
 def constant(values: jax.Array, tokens: Trained, constant_length: float | None) -> Sums:
-    """(Σ loss, completions × constant_length): the token sum of `values` f[B, T], over a fixed length (Dr. GRPO).
-
-    `constant_length` is in tokens; None raises ValueError.
-    """
+    """(Σ loss, completions × constant_length in tokens, not None), scalars, of `values` f[B, T] (Dr. GRPO)."""
     if constant_length is None:
         raise ValueError("aggregate 'constant' needs constant_length, in tokens: usually the completion budget")
     total, completions = sequence_mean_token_sum(values, tokens)

@@ -1,9 +1,8 @@
 """The losses that RPG is compared with: PPO, GRPO, REINFORCE++, GSPO and CISPO.
 
-Each takes `Tokens` and returns a `TokenLoss` f[B, T], to be minimised. They differ in the ratio and the KL term.
-Methods that differ in clip range, advantages or aggregate alone (DAPO, Dr. GRPO and RLOO from PPO) are rows of
-`METHODS`. w = π_θ/π_old, r = π_θ/π_ref and A the advantage, of a token; ε₁ = `clip_low`, ε₂ = `clip_high`,
-c = `clip_dual` (None: no dual bound), β = `kl_coef`. A gradient reaches log π_θ only.
+Each takes `Tokens` and returns a `TokenLoss`, to be minimised. They differ in the ratio and the KL term. Methods that
+differ in clip range, advantages or aggregate alone (DAPO, Dr. GRPO and RLOO from PPO) are rows of `METHODS`. Gradients
+reach `logprobs` only.
 """
 
 import math
@@ -117,8 +116,7 @@ def gspo(tokens: Tokens, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4
 
     Every token of a completion carries the loss of its completion, max(−sA, −clip(s, 1 − ε₁, 1 + ε₂)A), so
     `sequence_mean_token_mean` is the paper's mean over completions. The gradient flows through s. s averages the logs,
-    so its clip range (ε₁ = `clip_low`, ε₂ = `clip_high`) is much narrower than for tokens (GSPO, arXiv:2507.18071 eq. 5
-    to 7).
+    so ε₁ = `clip_low` and ε₂ = `clip_high` are much smaller than for tokens (GSPO, arXiv:2507.18071 eq. 5 to 7).
     """
     log_s = masking.completion_mean(tokens.log_w, tokens.mask, tokens.completion_ids)
     values, region = clipping.ppo_dual_clip(bounded_exp(log_s), tokens.advantages, Bounds(clip_low, clip_high, None))

@@ -91,15 +91,9 @@ def policy_loss(
 
 
 def token_loss(name: str | Loss, tokens: Tokens, **hyperparameters: Any) -> TokenLoss:
-    """Each token's loss f[B, T], to be minimised, and its events: `policy_loss` before the aggregate.
-
-    Args:
-      name: a name of `LOSSES`, or one of its rows.
-      tokens: from `tokens.checked`. A gradient reaches `logprobs` and `prefix_kl` alone.
-      **hyperparameters: those of `policy_loss`. `aggregate` and `constant_length` are checked and have no effect.
-
-    Raises ValueError for an unknown name or hyperparameter, a value out of its range, or missing log-probabilities.
-    """
+    """Each token's loss f[B, T], to be minimised, and its events: `policy_loss` before the aggregate. `tokens` come
+    from `tokens.checked`. `name` and the hyperparameters are those of `policy_loss`, and so are the errors about them;
+    `aggregate` and `constant_length` are checked and have no effect."""
     loss = find_loss(name)
     loss.check(hyperparameters, _OF_EVERY_LOSS)
     correction = correct(
@@ -138,13 +132,9 @@ def of_arrays(loss: Loss | Callable[..., TokenLoss]) -> Callable[..., tuple[jax.
 
         value, metrics = of_arrays(loss)(logprobs, behaviour_logprobs, advantages, mask, tau=0.5)
 
-    Args:
-      loss: a function (tokens, *, hyperparameters) -> `TokenLoss`, of this package or your own (see `declaration`), or
-        a `Loss` of such a function.
-
-    Returns:
-      The function. Its arguments are those of `policy_loss` without `name` and the sampler's, its hyperparameters those
-      of `loss`. It returns sum / weight and the metrics, and its docstring describes every argument.
+    `loss` is a function (tokens, *, hyperparameters) -> `TokenLoss`, of this package or your own (see `declaration`),
+    or a `Loss` of such a function. The result's own docstring describes its arguments: those of `policy_loss` without
+    the sampler's. It divides at once: `value` is sum / weight.
     """
     rows = [loss] if isinstance(loss, Loss) else [row for row in LOSSES.values() if row.function is loss]
     declared = rows[0] if rows else Loss(loss)

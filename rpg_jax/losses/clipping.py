@@ -21,12 +21,8 @@ TIE_ULPS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The clip range [1 − ε₁, 1 + ε₂] of the importance ratio, and the dual bound c. Nothing is checked.
-
-    Attributes:
-      low, high: ε₁ and ε₂, each one number or f[B, T].
-      dual: c, one number or f[B, T]; None is no dual clip.
-    """
+    """The clip range [1 − `low`, 1 + `high`] of the importance ratio, and the dual bound c (None: no dual clip). Each
+    is one number, or f[B, T] with a number for each token."""
 
     low: float | jax.Array
     high: float | jax.Array
@@ -73,14 +69,10 @@ class Region:
 
 
 def rpg_region(advantage: jax.Array, w: jax.Array, bounds: Bounds) -> Region:
-    """The tokens that RPG-style clip clips (arXiv:2505.17508 Algorithms 1 and 2). A ratio at a bound counts as clipped.
+    """The tokens of RPG-style clip (arXiv:2505.17508 Algorithms 1 and 2). A ratio at a bound is clipped.
 
-        high   advantage >= 0 and w >= 1 + ε₂
-        low    advantage < 0 and w <= 1 − ε₁
-        dual   advantage < 0 and w >= c
-
-    `advantage` f[B, T] is the regularized advantage, or the plain advantage if only the reward is clipped; `w` is the
-    importance ratio f[B, T]. A w within `TIE_ULPS` units of rounding of a bound counts as at the bound.
+    It clips a token with advantage >= 0 and w >= 1 + ε₂; with advantage < 0 and w <= 1 − ε₁; with advantage < 0 and w
+    >= c. `advantage` f[B, T] is the regularized advantage, or the plain one if only the reward is clipped; w f[B, T].
     """
     slack = TIE_ULPS * float(jnp.finfo(w.dtype).eps)
     gain = advantage >= 0
@@ -97,10 +89,7 @@ def weighted(weight: jax.Array, tokens: Tokens, estimator: str, stopped: jax.Arr
         `reinforce`        −SG(weight) · log π_θ
         `differentiable`   −SG(weight) · π_θ/SG(π_θ), whose value is −weight
 
-    Args:
-      weight: f[B, T]; no gradient flows through.
-      estimator: "differentiable"; any other word is `reinforce`.
-      stopped: bool[B, T]: where True the gradient is zero and the value does not change. None: nowhere.
+    Where `stopped` bool[B, T] is True, the gradient is zero and the value does not change. `weight` is f[B, T].
     """
     x = tokens.logprobs
     if estimator == "differentiable":
@@ -113,11 +102,11 @@ def weighted(weight: jax.Array, tokens: Tokens, estimator: str, stopped: jax.Arr
 def reward_term(
     tokens: Tokens, ratio: jax.Array, estimator: str, clip: str, bounds: Bounds
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """RPG's loss without the KL term, −SG(C A) x as f[B, T] (minimise), and its events, {} for clip `none`.
+    """RPG's loss without the KL term, −SG(C A) x as f[B, T] (minimise), and its clip events, {} for clip `none`.
 
-    A is the advantage; x is log π_θ, or π_θ/SG(π_θ) for the estimator `differentiable`. For clip `none`, C is `ratio`
-    f[B, T]. For every other clip, the sign of A decides the bound (`rpg_region`), C is the bound at a clipped token,
-    and the token has no gradient.
+    A is the advantage, x is log π_θ, or π_θ/SG(π_θ) for `differentiable`. For clip `none`, C = `ratio`. For another
+    clip, the sign of A decides the bound: C is the bound where `ratio` f[B, T] is clipped, and such a token has no
+    gradient.
     """
     if clip == "none":
         return weighted(ratio * tokens.advantages, tokens, estimator), {}

@@ -1,8 +1,7 @@
 """Losses of 2025 and 2026 that bound the policy's step in another way than PPO: CTPO, DPPO, DRPO, SAPO, GMPO, OPMD.
 
 Each takes `Tokens` and returns a `TokenLoss` f[B, T], to be minimised. Gradients reach log π_θ only, and stop through
-every mask. A is the advantage, w = π_θ/π_old and r = π_θ/π_ref. CISPO and GSPO are in `baselines`; the corrections of
-the sampler's gap are in `sampler_correction`.
+every mask. CISPO and GSPO are in `baselines`; the corrections of the sampler's gap are in `sampler_correction`.
 """
 
 import math
@@ -41,8 +40,7 @@ def dppo(
     mask_divergence: Literal["tv", "kl"] = "tv",
     mask_threshold: Annotated[float, Range("[0, inf]")] = 0.15,
 ) -> TokenLoss:
-    """−M w A, f[B, T] (minimise): M drops a token's gradient if its probability moved too far, whatever its ratio
-    (DPPO).
+    """−M w A, f[B, T] (minimise): M drops a token's gradient if its probability moved too far (DPPO).
 
     w = π_θ/π_old carries the gradient, A is the advantage. M = 0 where D > δ and the policy has moved as the advantage
     asks (A > 0 and w > 1, or A < 0 and w < 1); else M = 1. M has no gradient. D compares the events "this token" and
@@ -73,18 +71,16 @@ def dppo(
     r"\max(-W_t A,\ -\mathrm{clip}(W_t, e^{-a\sqrt t}, e^{b\sqrt t}) A), \quad W_t = \textstyle\prod_{s \le t} w_s"
 )
 def ctpo(tokens: Tokens, *, width_low: Width = 0.025, width_high: Width = 0.05, width_dual: Width = 0.05) -> TokenLoss:
-    """PPO's clip of the prefix's ratio W_t = Π_{s≤t} w_s, in a window that grows with √t; f[B, T], to be minimised.
+    """PPO's clip of the prefix's ratio W_t = Π_{s≤t} w_s, in a window that grows with √t; f[B, T] (minimise).
 
         max(−W_t A, −clip(W_t, e^(−a√t), e^(b√t)) A),   where A < 0 at most −A e^(c√t)
 
-    w = π_θ/π_old, A is the advantage, t counts a completion's trained tokens from 1. The weight W_t makes a mean over
-    prefixes of π_old one over prefixes of π_θ. Only the token itself has a gradient, W_t A ∇log π_t.
+    a, b and c are `width_low`, `width_high` and `width_dual`; w = π_θ/π_old, A is the advantage, t counts a
+    completion's trained tokens from 1. The weight W_t makes a mean over prefixes of π_old one over prefixes of π_θ.
+    Only the token itself has a gradient, W_t A ∇log π_t.
 
-    Args:
-      width_low, width_high, width_dual: a, b and c.
-
-    Source: CTPO, arXiv:2605.07331; its code, horizon-llm/CTPO at acc4021, `cum-token-cumprod-la`, which also bounds log
-    W_t to 10.
+    Source: CTPO, arXiv:2605.07331; horizon-llm/CTPO at acc4021, `cum-token-cumprod-la`, which also bounds log W_t to
+    10.
     """
     ones = jnp.ones_like(tokens.log_w)
     prefix, place = (masking.completion_scan(x, tokens.mask, tokens.completion_ids) for x in (tokens.log_w, ones))
@@ -101,10 +97,7 @@ def drpo(tokens: Tokens, *, trust_region: Width = 0.15) -> TokenLoss:
 
     w = π_θ/π_old, A is the advantage. The gradient is −w A (1 − sign(A) (π_θ − π_old)/δ) ∇log π_θ. It fades as the
     token's probability moves by δ as the advantage asks, and beyond δ pulls the probability back, where DPPO has no
-    gradient.
-
-    Args:
-      trust_region: δ, in probability. The default is DPPO's threshold; the paper's value has not been read.
+    gradient. δ is `trust_region`, in probability. The default is DPPO's threshold; the paper's value has not been read.
 
     Source: arXiv:2606.09821; the objective and its gradient weight as two independent reviews of the paper print them.
     """
@@ -127,9 +120,9 @@ def _binary_kl(tokens: Tokens) -> jax.Array:
 def sapo(tokens: Tokens, *, tau_positive: Temperature = 1.0, tau_negative: Temperature = 1.05) -> TokenLoss:
     """−(4/τ) σ(τ(w − 1)) A, f[B, T] (minimise): a smooth gate in place of a clip (SAPO, arXiv:2511.20347 eq. 5 and 6).
 
-    w = π_θ/π_old, A is the advantage, τ is `tau_positive` where A > 0, else `tau_negative`. The gradient is −4 p (1 −
-    p) w A ∇log π_θ with p = σ(τ(w − 1)). At w = 1 it is the gradient of −wA, for every τ. It fades as w moves away from
-    1.
+    w = π_θ/π_old, A is the advantage. The gradient is −4 p (1 − p) w A ∇log π_θ with p = σ(τ(w − 1)). At w = 1 it is
+    the gradient of −wA, for every τ. It fades as w moves away from 1. τ is `tau_positive` where A > 0, else
+    `tau_negative`.
     """
     log_w = jnp.where(tokens.log_w < OVERFLOW, tokens.log_w, OVERFLOW)
     tau = jnp.where(tokens.advantages > 0, tau_positive, tau_negative).astype(log_w.dtype)
@@ -141,8 +134,7 @@ def sapo(tokens: Tokens, *, tau_positive: Temperature = 1.0, tau_negative: Tempe
     aggregate="sequence_mean_token_mean",
 )
 def gmpo(tokens: Tokens, *, clip_low: ClipLow = GMPO_LOW, clip_high: ClipHigh = GMPO_HIGH) -> TokenLoss:
-    """−A · (Π_t w̄_t)^(1/T), f[B, T] (minimise): the geometric mean of a completion's T token ratios, each clipped
-    (GMPO).
+    """−A · (Π_t w̄_t)^(1/T), f[B, T] (minimise): the geometric mean of T token ratios, each clipped (GMPO).
 
     w̄ = min(w, 1 + ε₂) where A > 0, max(w, 1 − ε₁) where A < 0, with ε₁ = `clip_low`, ε₂ = `clip_high`, w = π_θ/π_old
     and A the advantage. Beyond its bound a token has no gradient, but the other tokens of its completion have. GSPO
@@ -167,8 +159,7 @@ def gmpo(tokens: Tokens, *, clip_low: ClipLow = GMPO_LOW, clip_high: ClipHigh = 
 def opmd(
     tokens: Tokens, *, kl_coef: KLCoef = 0.1, penalty_level: Literal["completion", "token"] = "completion"
 ) -> TokenLoss:
-    """−A log π_θ + (β/2)(log r)², f[B, T] (minimise): online policy mirror descent with a squared log-ratio (Kimi
-    k1.5).
+    """−A log π_θ + (β/2)(log r)², f[B, T] (minimise): mirror descent with a squared log-ratio (Kimi k1.5).
 
         completion   r_x = Π_t r_t; token t carries (β/2) log r_x log r_t, and their sum over t is (β/2)(log r_x)²
         token        (β/2)(log r_t)², as `dro` of verl (commit 1dda039)

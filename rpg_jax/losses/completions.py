@@ -1,12 +1,8 @@
-"""RPG for completions: the gradient weights of a regularized objective over whole completions.
+"""RPG for completions: the gradient weights of J = E_{x~π_θ}[R(x)] − β D(π_θ, π_ref) over completions x = (a_1 … a_T).
 
-A completion is x = (a_1 … a_T). A token has the ratios w_t = π_θ/π_old, ρ_t = π_ref/π_old and r_t = π_θ/π_ref. W, ρ_x
-and r_x are the products over a completion, W_{<t} and ρ_{≤t} the products over a prefix. The objective is J =
-E_{x~π_θ}[R(x)] − β D(π_θ, π_ref) over completions. With a divergence's K = w (a log r + b) − c ρ
-(`Divergence.coefficients`), `sequence` and `to_go` give G_t in ∇J = E_{π_old}[Σ_t G_t ∇log π_θ(a_t)].
-
-`regularized_pg.rpg_tokens` takes the prefixes as given: it leaves out the prefixes' weights and, for reverse
-divergences, the KL that is still to come.
+With a divergence's K = w (a log r + b) − c ρ (`Divergence.coefficients`), `sequence` and `to_go` give G_t in ∇J =
+E_{π_old}[Σ_t G_t ∇log π_θ(a_t)]. `regularized_pg.rpg_tokens` takes the prefixes as given: it leaves out the prefixes'
+weights and, for reverse divergences, the KL that is still to come.
 
 Sources: KL in the reward with a leave-one-out baseline is RLOO (arXiv:2402.14740). Weight 1 is the gradient of the
 log-variance loss ½ Var_old[R − β log r_x] (VarGrad, arXiv:2010.10436; trajectory balance, arXiv:2201.13259) where the
@@ -28,10 +24,7 @@ from rpg_jax.losses.tokens import LARGEST_LOG_RATIO, PrefixKL, Tokens, bounded_e
 
 class GradientWeights(NamedTuple):
     """f[B, T] each, constant in θ, of a loss with the gradient −G ∇log π_θ: G = ratio · A − kl_weight, A the advantage.
-
-    `ratio` is the importance weight, `kl_weight` the KL's weight with β, `regularized` A − kl_weight / ratio, whose
-    sign decides the clip.
-    """
+    `kl_weight` has the factor β. The sign of `regularized`, A − kl_weight / ratio, decides the clip."""
 
     ratio: jax.Array
     kl_weight: jax.Array
@@ -39,10 +32,7 @@ class GradientWeights(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The hyperparameters of `regularized_pg.rpg_completions` by their names there, except two.
-
-    `cap` is `weight_cap`. `exact` says whether the estimator is `exact`: the KL is summed over the vocabulary.
-    """
+    """Hyperparameters of `regularized_pg.rpg_completions`; `cap` is `weight_cap`, `exact`: the estimator is `exact`."""
 
     kl_coef: KLCoef
     weight: str = "token"
@@ -54,10 +44,8 @@ class Options(NamedTuple):
 
 
 class Completions:
-    """Sums of log-ratios over the completions of `tokens`, in nats; arrays are f[B, T] and constant in θ.
-
-    `log_w`, `log_rho` and `log_r` are log π_θ/π_old, log π_ref/π_old and log π_θ/π_ref of each token.
-    """
+    """Sums over completions, f[B, T] and constant in θ, of log w = log π_θ/π_old, log ρ = log π_ref/π_old, log r = log
+    w/ρ."""
 
     def __init__(self, tokens: Tokens):
         self.tokens = tokens
@@ -72,11 +60,9 @@ class Completions:
         return masking.completion_scan(x, self.tokens.mask, self.tokens.completion_ids)
 
     def ratio(self, options: Options) -> jax.Array:
-        """The importance weight C of each token, f[B, T], by `options.weight`; above 0, because callers divide by C.
-
-        1 (`none`), π_θ/π_old of the token (`token`) or of its completion (`product`), or min(the latter, `options.cap`)
-        (`capped`). Ratios lie within e^±20.
-        """
+        """The importance weight C of each token, f[B, T], by `options.weight`; above 0, because callers divide by C. 1
+        (`none`), the token's π_θ/π_old (`token`), its completion's (`product`), or min(its completion's, cap)
+        (`capped`)."""
         weight = options.weight
         if weight == "none":
             return jnp.ones_like(self.log_w)
@@ -85,11 +71,8 @@ class Completions:
         return jnp.minimum(ratio, options.cap) if weight == "capped" else ratio
 
     def prefix_ratio(self, options: Options) -> jax.Array:
-        """The importance weight P of each token's prefix, f[B, T]: W_{<t}, min(W_{<t}, `options.cap`) or 1.
-
-        W_{<t} is the product of π_θ/π_old over the tokens of the completion before t, at most e²⁰. `options.weight`
-        chooses: `product`, `capped`, or another word.
-        """
+        """The importance weight P f[B, T] of each token's prefix: W_{<t} (`product`), min(W_{<t}, cap) (`capped`) or 1.
+        W_{<t} is the product of π_θ/π_old over the tokens of the completion before t."""
         if options.weight not in ("product", "capped"):
             return jnp.ones_like(self.log_w)
         ratio = bounded_exp(self.prefix(self.log_w) - self.log_w)
@@ -131,16 +114,15 @@ def to_go(tokens: Tokens, divergence: Divergence, options: Options) -> GradientW
 
     A is the advantage, β `kl_coef`; w_t = π_θ/π_old, r_t = π_θ/π_ref, and ρ_{≤t} is the product of π_ref/π_old up to t.
     a, b, c are the coefficients of the divergence. λ is `trace_decay`, c̄ `trace_cap`; they discount the divergence to
-    come as GAE discounts rewards. `options.weight` chooses C (`Completions.ratio`) and the prefix's weight P_t
-    (`Completions.prefix_ratio`); with `none`, the w_t of G_t is 1 too. The mass term b of a forward divergence is an
-    expectation over prefixes of π_ref, and has ρ_{<t} in place of P_t.
+    come as GAE discounts rewards. `options.weight` chooses C and the prefix's weight P_t, see `Completions`; with
+    `none`, the w_t of G_t is 1 too. The mass term b of a forward divergence is an expectation over prefixes of π_ref,
+    and has ρ_{<t} in place of P_t.
 
     The gradient is exact with `product`, λ = 1 and c̄ = inf. With `token` and λ = 1 the gradient is exact on-policy.
     With λ = 0 the gradient is the gradient of tokens.
 
     With `exact`, `prefix_divergence` has the divergences of the tokens themselves. Then G_t = C A − β P_t F_t, and d_t
     = a KL(π_θ‖π_ref) at the prefix of token t, summed over the vocabulary. The result is f[B, T] and constant in θ.
-    Raises ValueError for a divergence that is defined for tokens alone, and with `exact` without `tokens.prefix_kl`.
     """
     x, (a, b, c) = Completions(tokens), divergence.of_completions()
     w, prefix, kl_coef = bounded_exp(x.log_w), x.prefix_ratio(options), options.kl_coef
@@ -160,12 +142,10 @@ def to_go(tokens: Tokens, divergence: Divergence, options: Options) -> GradientW
 def prefix_divergence(tokens: Tokens, divergence: Divergence, options: Options | None = None) -> jax.Array:
     """Each token's divergence of next-token distributions over the vocabulary, with its gradient; f[B, T], nats.
 
-        a P_t KL(π_θ‖π_ref) + c ρ_{<t} KL(π_ref‖π_θ), at the prefix of token t
+        a P_t KL(π_θ‖π_ref) + c ρ_{<t} KL(π_ref‖π_θ), at the prefix of token t; a, c are the divergence's coefficients
 
-    a and c are the divergence's coefficients. P_t (`Completions.prefix_ratio`) and ρ_{<t}, the product of π_ref/π_old
-    before t, weigh the prefix; they are constants, and 1 without `options`: the prefixes are then given. The
-    distributions are normalized, so a mass term has no gradient. Raises ValueError without `tokens.prefix_kl` or
-    coefficients.
+    The prefixes' weights are constants (`Completions`). Without `options` the prefixes are given, and both weights are
+    1. The distributions are normalized, so a mass term has no gradient. Raises ValueError without `tokens.prefix_kl`.
     """
     a, _, c = divergence.of_completions()
     x, (reverse, forward) = Completions(tokens), prefix_kl(tokens)
@@ -195,26 +175,21 @@ def kl_baseline(
 ) -> jax.Array:
     """The KL's part of the leave-one-out baseline of the regularized return, where `rpg` gets no `group_ids`.
 
-        β (a mean_{j≠i} log(π_old/π_ref)(x_j) + b − c)
+        β (a mean_{j≠i} log(π_old/π_ref)(x_j) + b − c),   a, b, c the coefficients of the divergence
 
     This part is the mean of K over the other completions of the group at π_θ = π_old, with E[ρ] = 1 in place of ρ. The
     mean depends neither on θ nor on x_i. So the baseline changes no expectation under the exact weight, and
     micro-batches may split a group.
 
     Args:
-      log_ratios: f[P, G], Σ_t log(π_old/π_ref) of each completion, nats: G completions of each of P prompts. If G is 1,
-        the completions of all prompts are one group.
+      log_ratios: f[P, G], Σ_t log(π_old/π_ref) of each of a prompt's G completions, nats. If G is 1, all are one group.
       counted: bool[P, G], the completions that the update trains on; None: all. Only they are in a mean.
-      divergence: a name of `DIVERGENCES`, with its coefficients a, b and c.
-      kl_coef: β.
-      level: the hyperparameter of `rpg`. Its other hyperparameters are taken and not read.
+      divergence, kl_coef, level: a name of `DIVERGENCES`, β, and the level of `rpg`, whose other hyperparameters are
+        not read.
 
     Returns:
-      f[P, G], to be added to the advantages; 0 where a completion is not counted, and 0 everywhere for another level
-        than
+      f[P, G], to be added to the advantages; 0 where a completion is not counted. All are 0 for another level than
       `sequence`, whose return has no KL.
-
-    Raises ValueError for a divergence that is defined for tokens alone.
     """
     if level != "sequence":
         return jnp.zeros_like(log_ratios)
@@ -226,13 +201,8 @@ def kl_baseline(
 
 
 def grouped_kl_baseline(tokens: Tokens, divergence: Divergence, kl_coef: KLCoef) -> jax.Array:
-    """`kl_baseline` of completions in rows, f[B, T]: `tokens.group_ids` say which completions are a group.
-
-        β (a mean_{j≠i} log(π_old/π_ref)(x_j) + b − c) at each token of completion i; no gradient
-
-    β is `kl_coef`; a, b, c are the coefficients of the divergence. A completion alone in its group is compared with all
-    completions of the batch. AssertionError without `group_ids`.
-    """
+    """`kl_baseline` of completions in rows, f[B, T], constant in θ: `tokens.group_ids` say which are a group. A
+    completion alone in its group is compared with all completions of the batch."""
     x, (a, b, c), ids = Completions(tokens), divergence.of_completions(), tokens.group_ids
     assert ids is not None, "without group_ids the advantages hold the baseline"
     log_ratios, segments = x.whole(-x.log_rho), ids.size + 1

@@ -30,7 +30,7 @@ Row = TypeVar("Row")
 
 
 class Range(NamedTuple):
-    """An interval in the notation of mathematics, for example "[0, 1)" or "(1, inf]"; the brackets include a bound."""
+    """An interval as mathematics writes it, for example "[0, 1)" or "(1, inf]"; a square bracket includes its bound."""
 
     text: str
 
@@ -48,8 +48,7 @@ ClipDual = Annotated[float | None, Range("(1, inf]")]
 
 
 def declared(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a function's keyword-only arguments, by name; `Literal[words]` becomes `Annotated[str,
-    words]`.
+    """A function's keyword-only arguments: name -> annotation, where `Literal[words]` becomes `Annotated[str, words]`.
 
     Raises TypeError for an argument that is neither `Literal[...]` nor `Annotated[...]`.
     """
@@ -69,11 +68,10 @@ def keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def passes_on_to(*functions: Callable[..., Any]) -> Callable[[Function], Function]:
-    """A decorator for a function that hands its `**options` to one of `functions`; returns the same function, changed.
+    """A decorator for a function that hands its `**options` to one of `functions`; it changes the function's signature.
 
-    Signature and annotations of the decorated function get the keyword-only parameters of `functions` in place of
-    `**options`, with their defaults. If two functions have a parameter of one name, the decorated function's counts,
-    then that of the last of `functions`.
+    Keyword-only parameters of `functions` become parameters of the decorated function, with annotations and defaults.
+    If two functions have a parameter of one name, the later function's counts. The decorated function's own come first.
     """
 
     def add(function: Function) -> Function:
@@ -93,14 +91,9 @@ def passes_on_to(*functions: Callable[..., Any]) -> Callable[[Function], Functio
 
 
 def check(loss: str, declarations: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raises ValueError unless every hyperparameter of `given` is in `declarations` and has an allowed value.
-
-    Args:
-      loss: the name for the message.
-      declarations: name -> `Annotated[type, allowed]`, as `declared` returns them; `allowed` is a `Range` or names.
-      given: name -> value. A `jax.Array` (a scheduled coefficient) passes unchecked, because its value may be unknown
-        while tracing; so does None where the type includes None.
-    """
+    """Raises ValueError unless every hyperparameter of `given` is declared and its value allowed. `declarations` are
+    those of the function `declared`; `loss` is the name for the message. A `jax.Array` (a scheduled coefficient) passes
+    unchecked, because its value may be unknown while tracing."""
     for name, value in given.items():
         if name not in declarations:
             raise unknown(f"hyperparameter of loss {loss!r}:", name, declarations)
@@ -120,10 +113,7 @@ def check(loss: str, declarations: Mapping[str, Any], given: Mapping[str, Any]) 
 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> ValueError:
-    """Returns the ValueError for a `what`, such as "loss", of an unknown `name`; the caller raises it.
-
-    Its message has the known names and the closest one.
-    """
+    """Returns the ValueError for a `what`, such as "loss", of an unknown `name`; it has the known names."""
     spelled = {one.lower(): one for one in known}
     close = difflib.get_close_matches(str(name).lower(), spelled, n=1)
     guess = f" Did you mean {spelled[close[0]]!r}?" if close else ""
@@ -139,7 +129,7 @@ def lookup(table: Mapping[str, Row], what: str, name: str) -> Row:
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """A function and its equation in LaTeX, which docs/methods.md prints."""
+    """A function and its LaTeX, which docs/methods.md prints."""
 
     function: Callable[..., Any]
     equation: str
@@ -160,11 +150,7 @@ class Table(dict[str, Row], Generic[Row]):
         return f"Table({', '.join(self)})"
 
     def declare(self, *equations: Any, name: str = "", **options: Any) -> Callable[[Function], Function]:
-        """A decorator that adds `row(function, *equations, **options)` to this table and returns the function
-        unchanged.
-
-        The key is `name`, or the function's name without it. A row with the same key is replaced.
-        """
+        """A decorator that adds `row(function, *equations, **options)` under `name` or the function's name."""
 
         def add(function: Function) -> Function:
             self[name or function.__name__] = self._row(function, *equations, **options)
@@ -219,11 +205,8 @@ class Loss:
         return self.equation if isinstance(self.equation, str) else self.equation(**hyperparameters)
 
     def check(self, given: Mapping[str, Any], of_every_loss: Mapping[str, Any]) -> None:
-        """Checks the hyperparameters `given` by name; `of_every_loss` declares those that are not of the function.
-
-        Raises ValueError for an unknown name, a value that is not allowed, or a hyperparameter that has no default and
-        is not given.
-        """
+        """Raises ValueError for a value of `given` that is not allowed, a name that neither the function nor
+        `of_every_loss` declares, and a hyperparameter that has no default and is not given."""
         check(self.name, {**self.hyperparameters, **of_every_loss}, given)
         for name, parameter in keywords(self.function).items():
             if parameter.default is parameter.empty and name not in given:
@@ -257,11 +240,11 @@ def find_loss(loss: str | Loss) -> Loss:
 def declare_own_loss(name: str, function: Callable[..., TokenLoss]) -> Loss:
     """Adds a loss from outside this repository to `LOSSES` and returns its row, the same row for the same function.
 
+    `function(tokens, *, hyperparameters)` takes `Tokens` and returns a `TokenLoss`. Each hyperparameter declares its
+    values by `Literal[...]` or `Annotated[float, Range(...)]`. Another function's row with this name is replaced.
+
     Args:
-      name: "module:function", the value of `loss.name` in a config. A row of another function with this name is
-        replaced.
-      function: `function(tokens, *, hyperparameters)` takes `Tokens` and returns a `TokenLoss`. Each keyword-only
-        argument declares its values: `Literal[...]`, or `Annotated[float, Range(...)]`.
+      name: "module:function", the value of `loss.name` in a config.
 
     Raises ValueError if `function` does not have this form.
     """

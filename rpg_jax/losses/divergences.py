@@ -23,10 +23,8 @@ Function = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Coefficients(NamedTuple):
-    """The gradient weight K = w (a log r + b) − c ρ of a divergence, with ∇D = E_{π_old}[K ∇log π_θ].
-
-    w = π_θ/π_old, ρ = π_ref/π_old, r = w/ρ. RPG for completions reads the three numbers.
-    """
+    """The gradient weight K = w (a log r + b) − c ρ of a divergence, with ∇D = E_{π_old}[K ∇log π_θ]. w = π_θ/π_old, ρ
+    = π_ref/π_old, r = w/ρ. RPG for completions reads the three numbers."""
 
     a: float
     b: float
@@ -55,11 +53,8 @@ class Divergence:
 
     @property
     def direction(self) -> Literal["forward", "reverse"]:
-        """ "forward" for KL(π_ref‖π_θ), "reverse" for KL(π_θ‖π_ref), with or without mass terms.
-
-        In K a forward divergence has the term c ρ, a reverse divergence the term a log r. Raises ValueError for a mean
-        of both, and without coefficients.
-        """
+        """The direction: forward for KL(π_ref‖π_θ), reverse for KL(π_θ‖π_ref), with or without mass terms. In K a
+        forward divergence has the term c ρ, a reverse divergence the term a log r. Raises ValueError for a mean."""
         a, _, c = self.of_completions()
         if (a == 0) == (c == 0):
             raise ValueError(f"the divergence {self.objective} is neither forward nor reverse: a={a:g} and c={c:g}")
@@ -98,7 +93,7 @@ def forward_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
     name="ufkl",
 )
 def unnormalized_forward_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
-    """`ufkl`, UKL(π_ref‖π_θ): ρ log(ρ/w) − ρ + w, K = w − ρ. Nats of a token; w = π_θ/π_old, ρ = π_ref/π_old."""
+    """`ufkl`, UKL(π_ref‖π_θ) per token in nats: ρ log(ρ/w) − ρ + w, K = w − ρ; w = π_θ/π_old, ρ = π_ref/π_old."""
     return forward_kl(log_w, log_rho) - bounded_exp(log_rho) + bounded_exp(log_w)
 
 
@@ -110,7 +105,7 @@ def unnormalized_forward_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
     name="rkl",
 )
 def reverse_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
-    """`rkl`, KL(π_θ‖π_ref): w log(w/ρ), K = w (log(w/ρ) + 1). Nats of a token; w = π_θ/π_old, ρ = π_ref/π_old."""
+    """`rkl`, KL(π_θ‖π_ref) per token in nats: w log(w/ρ), K = w (log(w/ρ) + 1); w = π_θ/π_old, ρ = π_ref/π_old."""
     return bounded_exp(log_w) * (log_w - log_rho)
 
 
@@ -143,9 +138,7 @@ DIVERGENCES["ujs"] = dataclasses.replace(DIVERGENCES["js"], objective=r"\tfrac12
 
 def gradient_weight(divergence: Function, log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
     """K = ∂d/∂log w, the weight of ∇log π_θ in ∇D, in the shape and dtype of `log_w`; nats. K itself is differentiable.
-
-    K is homogeneous in (w, ρ), so K/w is the same function at w = 1 and ρ/w = 1/r.
-    """
+    K is homogeneous in (w, ρ), so K/w is the same function at w = 1 and ρ/w = 1/r."""
     _, weight = jax.jvp(lambda x: divergence(x, log_rho), (log_w,), (jnp.ones_like(log_w),))
     return weight
 

@@ -30,10 +30,9 @@ _ABSENT = -1e30  # the logit of an entry that pads the vocabulary: finite, so th
 
 
 class Cut(NamedTuple):
-    """How hidden [B, T, D], targets [B, T] and head [V, D] lie on a mesh: the axes that shard each dimension.
-
-    The axes of `width` must be among those of `rows`.
-    """
+    """How hidden [B, T, D], targets [B, T] and head [V, D] lie on a mesh: the axes that shard each dimension. `rows`
+    are the axes of B, `positions` of T, `vocab` of V and `width` of D; () is not sharded. The axes of `width` must be
+    among those of `rows`."""
 
     mesh: Mesh | AbstractMesh
     rows: Axes = ()
@@ -63,7 +62,7 @@ def token_logprobs(
       chunk_size: positions of the T axis in one chunk; the largest temporary is f32[..., chunk_size, V]. The leading
         axes stay whole, so that a batch axis keeps its sharding.
       entropy: also return the entropy, nats. It costs nothing unless requested.
-      cut: how the arrays lie on a mesh; hidden is then [B, T, D].
+      cut: how the arrays lie on a mesh; hidden is then [B, T, D]. None: the arrays are whole.
       used: i32[], the number of leading positions of the T axis whose numbers are wanted. Chunks after these positions
         are not computed: their outputs are 0, and so are their gradients. None computes all chunks.
 
@@ -71,10 +70,8 @@ def token_logprobs(
       log-probabilities f32[..., T], nats (f64 for f64 inputs), and entropy f32[..., T] or None.
 
     Matrix products take the inputs' dtype and accumulate in f32. The gradients of `hidden` and `head` also accumulate
-    in f32, and are cast to the dtype of their input at the end. They pass through both outputs.
-
-    Raises:
-      ValueError: shapes that do not match, temperature <= 0, chunk_size < 1, or a cut that does not fit the shapes.
+    in f32, and are cast to the dtype of their input at the end. They pass through both outputs. Raises ValueError for
+    shapes that do not match, temperature <= 0, chunk_size < 1, or a cut that does not fit the shapes.
     """
     _check(hidden, head, targets, temperature, chunk_size, cut)
     how = (float(temperature), chunk_size, entropy, cut)
@@ -86,9 +83,9 @@ class TokenNumbers(NamedTuple):
     """The numbers of a token from the next-token distributions of a policy and of a reference at the token's prefix.
 
     Attributes:
-      logprobs, ref_logprobs: f32[..., T], the log-probabilities of the token under both policies.
-      entropy: f32[..., T] of the policy, or None.
-      kl: f[..., T] each, the KL of the two distributions in both directions, in nats.
+      logprobs, ref_logprobs: f32[..., T], the log-probabilities of the token under both policies, nats.
+      entropy: f32[..., T] of the policy, nats; None if it was not requested.
+      kl: f32[..., T] each, the KL of the two distributions in both directions, in nats.
     """
 
     logprobs: jax.Array
@@ -110,7 +107,7 @@ def token_divergences(
     cut: Cut | None = None,
     used: jax.Array | None = None,
 ) -> TokenNumbers:
-    """`token_logprobs` of a policy and of a reference, and the KL of their distributions over the vocabulary, in nats.
+    """Log-probabilities under a policy and a reference, and the KL of their distributions over the vocabulary, in nats.
 
         reverse = Σ_a π(a|s) log(π/π_ref)(a|s)        ∂reverse/∂z_a = π(a|s) (log(π/π_ref)(a|s) − reverse)
         forward = Σ_a π_ref(a|s) log(π_ref/π)(a|s)    ∂forward/∂z_a = π(a|s) − π_ref(a|s)
@@ -119,15 +116,16 @@ def token_divergences(
     policies. The gradient reaches `hidden` and `head`; the reference is a constant.
 
     Args:
-      hidden, head, targets: f[..., T, D], f[V, D] and i32[..., T] of the policy, as in `token_logprobs`.
-      ref_hidden: f[..., T, E], hidden states of the reference, whose width E may be another.
-      ref_head: f[V, E].
-      temperature, chunk_size: as in `token_logprobs`, for both policies.
+      hidden, head, targets: f[..., T, D], f[V, D] and i32[..., T] in 0 … V − 1, of the policy.
+      ref_hidden, ref_head: f[..., T, E] and f[V, E], of the reference, whose width E may be another.
+      temperature, chunk_size: the sampling temperature, > 0, and positions of the T axis in one chunk, for both
+        policies.
       entropy: also return the policy's entropy, in nats.
       cut: how the arrays lie on a mesh. `ref_hidden` and `ref_head` are sharded in the way of `hidden` and `head`.
-      used: i32[], the number of leading positions of the T axis whose numbers are wanted; None: all positions.
+      used: i32[], the number of leading positions of the T axis whose numbers are wanted, as in `token_logprobs`.
 
-    Raises ValueError as `token_logprobs` does, and if the reference has another vocabulary or other tokens.
+    Raises ValueError for shapes that do not match, temperature <= 0, chunk_size < 1, a cut that does not fit the
+    shapes, or a reference with another vocabulary or other tokens.
 
     Source: the Rao-Blackwell estimate of arXiv:2504.10637 is the sum of `reverse` over the tokens of a completion.
     """

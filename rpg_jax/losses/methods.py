@@ -29,7 +29,7 @@ class Method:
       overlong_shaping: subtract from the reward of completions close to the length limit.
       learning_rate: of the policy, for pretrained models.
       source: the origin of the row and its values; docs/methods.md prints it.
-      hyperparameters: keyword arguments of the loss.
+      hyperparameters: keyword arguments of the loss by name; the loss's defaults hold for the others.
     """
 
     loss: str
@@ -60,10 +60,9 @@ def row(
     learning_rate: float = 1e-6,
     **hyperparameters: Any,
 ) -> Method:
-    """A method with hyperparameters of its loss. Without `aggregate` it has the aggregate that the loss declares.
-
-    `dapo_batches` switches dynamic sampling and overlong shaping on.
-    """
+    """A method whose loss is the function `loss`, a row of `LOSSES`; `hyperparameters` are arguments of this function.
+    Without `aggregate` it has the aggregate that the loss declares. `dapo_batches` switches dynamic sampling and
+    overlong shaping on. The other arguments are attributes of `Method`."""
     name = loss.__name__
     aggregate = aggregate or LOSSES[name].aggregate
     options = MappingProxyType(hyperparameters)
@@ -72,10 +71,8 @@ def row(
 
 def regularized(divergence: str, estimator: str, *, source: str, **changed: Any) -> Method:
     """A row of RPG: group-mean advantages, token mean, RPG-style clip, β = 1e-4, DAPO's sampling and shaping.
-
-    The learning rate comes from the public recipes of the estimator. `changed` replaces hyperparameters of `rpg` in
-    this recipe, for example kl_coef=0.1, or `learning_rate`.
-    """
+    `estimator` is "differentiable" or "reinforce"; the learning rate comes from its public recipes. `changed` replaces
+    hyperparameters of `rpg` in this recipe, for example kl_coef=0.1, or `learning_rate`."""
     recipe: dict[str, Any] = {"divergence": divergence, "estimator": estimator, "clip": "dual", "kl_coef": 1e-4}
     recipe["learning_rate"] = {"differentiable": 1e-6, "reinforce": 5e-7}[estimator]
     return row(rpg, "group_mean", source, reference="every", dapo_batches=True, **recipe | CLIP_HIGHER | changed)
@@ -104,8 +101,9 @@ GRPO: dict[str, Any] = {"reference": "fixed", "kl_coef": 1e-3, **SYMMETRIC_CLIP}
 def of_completions(divergence: str, source: str, **hyperparameters: float | str) -> Method:
     """A row of RPG for completions: leave-one-out returns, a fixed reference, every completion with its token sum.
 
-    Dynamic sampling is off: it drops groups whose rewards are equal, and the KL of these groups too. The unnormalized
-    divergences have no rows: the baseline removes their mass terms, so their gradients are those of these rows.
+    `hyperparameters` of `rpg` replace those of the recipe. Dynamic sampling is off: it drops groups whose rewards are
+    equal, and the KL of these groups too. The unnormalized divergences have no rows: the baseline removes their mass
+    terms, so their gradients are those of these rows.
     """
     recipe: dict[str, Any] = {"estimator": "reinforce", "level": "sequence", "clip": "dual", "kl_coef": 0.1}
     return row(
@@ -138,9 +136,8 @@ COMPLETIONS = {
 
 def distilled(source: str, **hyperparameters: float | str) -> Method:
     """A row of on-policy distillation: the KL to a teacher with β = 1, without a clip, and the rewards.
-
-    A run without rewards has `rewards.parts=exact:0`.
-    """
+    `hyperparameters` of `rpg` replace those of the recipe; with `level` it is for completions. A run without rewards
+    has `rewards.parts=exact:0`."""
     recipe: dict[str, Any] = {"divergence": "rkl", "estimator": "reinforce", "clip": "none", "kl_coef": 1.0}
     completions = "level" in hyperparameters
     return row(

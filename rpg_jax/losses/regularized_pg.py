@@ -51,7 +51,8 @@ def equation(
     kl_ratio: str = "present",
     **_: Any,
 ) -> str:
-    """The loss of a token; without a clip C = w. For completions C is their importance weight, and r_x their ratio."""
+    """LaTeX of a token's loss with these hyperparameters of `rpg`; others are ignored. Without a clip C = w. For
+    completions C is their importance weight, and r_x their ratio π_θ/π_ref."""
     x = r"\pi_\theta / \mathrm{sg}(\pi_\theta)" if estimator == "differentiable" else r"\log\pi_\theta"
     loss, d = rf"-\mathrm{{sg}}(C A_\mathrm{{reg}}) {x}", DIVERGENCES[divergence]
     if estimator == "exact":  # D(s) is the divergence at the prefix s, P the prefix's weight
@@ -80,6 +81,8 @@ TOKEN_SUMS = ("sequence_mean_token_sum", "constant")
 
 
 def check_aggregate(*, aggregate: str, level: str = "token", **_: Any) -> None:
+    """Raises ValueError if `level` is not "token" and `aggregate` is not in `TOKEN_SUMS`: gradients would depend on
+    lengths."""
     if level != "token" and aggregate not in TOKEN_SUMS:
         raise ValueError(
             f"aggregate={aggregate!r} weights a completion by its length, so level={level!r} would not have the "
@@ -98,29 +101,29 @@ def rpg_tokens(
     clip_high: ClipHigh = 0.28,
     clip_dual: ClipDual = 10.0,
 ) -> TokenLoss:
-    """The losses of the paper: one token given its prefix is the sample of the objective.
+    """The losses of the paper, f[B, T] (minimise): one token given its prefix is the sample of the objective.
 
         estimator        clip="none"                   another clip
         differentiable   −wA + βd                      −SG(C A − κ) π_θ/SG(π_θ), see `clipped`
         reinforce        −SG(wA − βK) log π_θ          −SG(C A − κ) log π_θ
         exact            −SG(wA) log π_θ + β D(s)      −SG(C A) log π_θ + β D(s)
 
-    The first two have one gradient per token and clip: ∇L = −(wA − βK) ∇log π_θ where nothing is clipped. `exact` has
-    the mean of this gradient's KL term given the prefix s: D(s) is the divergence of the two next-token distributions,
-    summed over the vocabulary (`completions.prefix_divergence`). A clip bounds the term of the reward alone.
+    w = π_θ/π_old, A is the advantage, κ = βK, and C is w or a bound of the clip. The first two have one gradient per
+    token and clip: ∇L = −(wA − βK) ∇log π_θ where nothing is clipped. `exact` has the mean of this gradient's KL term
+    given the prefix s: D(s) is the divergence of the two next-token distributions, summed over the vocabulary
+    (`completions.prefix_divergence`). There a clip bounds the term of the reward alone.
 
     Args:
-      divergence: D, a name of `DIVERGENCES`, with its d and K. Without `ref_logprobs` the reference is π_old.
+      divergence: D, a name of `DIVERGENCES`, with its d and K in nats. Without `ref_logprobs` the reference is π_old.
       estimator: `differentiable` (Tables 1 and 4), `reinforce` (Table 2, Appendix F), or `exact`, which needs
         `prefix_kl` (arXiv:2504.10637).
-      clip: `none`, `dual` (Algorithms 1 and 2), `truncate` (eq. 4.1) or `reward` (the reward term alone is clipped).
-        `dual_through` is Algorithm 1 as printed: where nothing is clipped the loss is −wA + βK, and its gradient is the
-        gradient of −w A_reg, through A_reg too.
+      clip: `none`, `dual` (Algorithms 1 and 2: no gradient where C is a bound), `truncate` (eq. 4.1: the gradient never
+        vanishes) or `reward` (the reward term alone is clipped). `dual_through` is Algorithm 1 as printed: where
+        nothing is clipped the loss is −wA + βK, and its gradient is the gradient of −w A_reg, through A_reg too.
       kl_coef: β.
       clip_low, clip_high, clip_dual: ε₁, ε₂ and c (None: no dual bound).
 
-    Raises:
-      ValueError: `dual_through` with another estimator, `exact` without `prefix_kl`, or `group_ids`.
+    Raises ValueError for `dual_through` with another estimator, `exact` without `prefix_kl`, or `group_ids`.
 
     Source: arXiv:2505.17508, sections 3 and 4; a reference other than π_old is ours.
     """
@@ -162,25 +165,28 @@ def rpg_completions(
     clip_high: ClipHigh = 0.28,
     clip_dual: ClipDual = 10.0,
 ) -> TokenLoss:
-    """The losses of whole completions: `clipped` with the gradient weights of `completions`.
+    """The losses of whole completions, f[B, T] (minimise): `clipped` with the gradient weights of `completions`.
 
+    The gradient is −G_t ∇log π_θ where nothing is clipped, with G of `completions.sequence` or `completions.to_go`.
     With `differentiable`, weight `product` and no clip, the loss is the surrogate −WA + βd of the completion. With
     `exact`, `to_go` sums a token's own KL over the vocabulary at the token's prefix. The term of the KL to come weighs
     the sampled token, and a clip treats this term as a part of the advantage.
 
     Args:
+      divergence, kl_coef: D, a name of `DIVERGENCES`, and β. Without `ref_logprobs` the reference is π_old.
+      estimator: −SG(G) times π_θ/SG(π_θ) (`differentiable`) or log π_θ (`reinforce`); `exact` needs `prefix_kl`.
+      clip: `none`, `dual` (no gradient where clipped), `truncate` (weight at the bound), or `reward` (not the KL).
+      clip_low, clip_high, clip_dual: ε₁, ε₂ and c (None: no dual bound).
       level: the completion counts by its regularized return (`sequence`) or by the chain rule (`to_go`). With
         `group_ids`, `sequence` adds the KL's leave-one-out baseline to the advantages.
-      weight, weight_cap: the importance weight of a completion. `product` is W, exact, and has no clip; `capped`
-        min(W, cap); `token` w; `none` 1.
+      weight, weight_cap: the importance weight of a completion. `product` is W = Π_t w_t, exact, and has no clip;
+        `capped` min(W, cap); `token` w; `none` 1.
       kl_ratio: the policy in the log r of `sequence`: `present`, or the `behaviour` policy for KL in the reward.
       trace_decay, trace_cap: λ and c̄ of `to_go`.
-      divergence, estimator, clip, kl_coef, clip_low, clip_high, clip_dual: as in `rpg_tokens`.
 
-    Raises:
-      ValueError: `product` with a clip, `behaviour` or `group_ids` with `to_go`, a hyperparameter that nothing reads,
-        or `exact` with `sequence`, whose return has the sample's own log-ratio: a sum over the vocabulary in its place
-        has noise at the optimum too.
+    Raises ValueError for `product` with a clip, `behaviour` or `group_ids` with `to_go`, a hyperparameter that nothing
+    reads, `exact` without `prefix_kl`, or `exact` with `sequence`, whose return has the sample's own log-ratio: a sum
+    over the vocabulary in its place has noise at the optimum too.
 
     Source: ours, see `completions`.
     """
@@ -237,11 +243,9 @@ def rpg(
         token               verl    `verl.verl_form`
         sequence or to_go   paper   `rpg_completions`
 
-    Args:
-      behaviour_mass: Z = ∫ π_old, a factor of the loss for a behaviour policy that is not normalized.
-
-    Raises:
-      ValueError: in the cases of the chosen loss, and for a hyperparameter that the chosen loss does not have.
+    `behaviour_mass` is Z = ∫ π_old, a factor of the loss for a behaviour policy that is not normalized. Raises
+    ValueError in the cases of the chosen loss, and for another loss's hyperparameter with a value that is not its
+    default.
     """
     chosen = rpg_completions if level != "token" else verl_form if form == "verl" else rpg_tokens
     if form == "verl" and level != "token":
@@ -258,15 +262,16 @@ def rpg(
 
 
 def clipped(tokens: Tokens, weights: GradientWeights, estimator: str, clip: str, bounds: Bounds) -> TokenLoss:
-    """A loss whose gradient is −G ∇log π_θ, where G = ratio · A − κ, κ is the KL's weight and A_reg is G / ratio.
+    """A loss f[B, T] (minimise) whose gradient is −G ∇log π_θ, where G = ratio · A − κ and A_reg is G / ratio.
 
         none       −SG(G) x
         dual       −SG(C A − κ) x       no gradient where C is a bound
         truncate   −SG(C A_reg) x       the gradient never vanishes
         reward     −SG(C A) x + SG(κ) x, no gradient of the first term where C is a bound
 
-    x is log π_θ (`reinforce`, `exact`) or π_θ/SG(π_θ) (`differentiable`). C is the ratio, or a bound: 1 + ε₂, 1 − ε₁
-    or c. The sign of the advantage decides which bound holds (Algorithm 2, lines 19–34, whose value is C A − κ too).
+    A is the advantage and κ the KL's weight. x is log π_θ (`reinforce`, `exact`) or π_θ/SG(π_θ) (`differentiable`). C
+    is the ratio, or a bound: 1 + ε₂, 1 − ε₁ or c. The sign of A_reg, for `reward` of A, decides which bound holds
+    (Algorithm 2, lines 19–34, whose value is C A − κ too).
     """
     ratio, kl_weight, regularized = weights
     if clip in ("none", "reward"):
@@ -285,7 +290,9 @@ def clipped(tokens: Tokens, weights: GradientWeights, estimator: str, clip: str,
 def completion_surrogate(tokens: Tokens, divergence: Divergence, kl_coef: KLCoef) -> jax.Array:
     """−WA + β d(log W, log ρ_x) of a completion, the differentiable surrogate, shared out over its T tokens; f[B, T].
 
-    The sum over tokens is exact, as `completions.sequence` with weight W is. A forward divergence has ρ_x here.
+    W and ρ_x are the products of π_θ/π_old and π_ref/π_old over the completion, A is its mean advantage, β `kl_coef`.
+    The gradient flows through W. The sum over tokens is exact, as `completions.sequence` with weight W is. A forward
+    divergence has ρ_x here, where `sequence` has ρ_{≤t}.
     """
     mean = functools.partial(masking.completion_mean, mask=tokens.mask, completion_ids=tokens.completion_ids)
     total = functools.partial(masking.completion_sum, mask=tokens.mask, completion_ids=tokens.completion_ids)

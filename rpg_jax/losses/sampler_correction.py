@@ -27,7 +27,7 @@ from rpg_jax.losses.tokens import Tokens
 
 @dataclasses.dataclass(frozen=True)
 class Correction:
-    """The tokens that the loss sees, the weight of each token's loss, and events as of `TokenLoss`."""
+    """The tokens that the loss sees, the constant weight f[B, T] of each token's loss, and events as of `TokenLoss`."""
 
     tokens: Tokens
     weight: jax.Array | float
@@ -49,7 +49,7 @@ SAMPLER_CORRECTIONS = Table(Kind)
 
 @SAMPLER_CORRECTIONS.declare(r"\min(u, h)", carries="token")
 def truncate(tokens: Tokens, *, high: float = 2.0) -> Correction:
-    """A token's weight is min(u, `high`), u = π_old/π_s: truncated importance sampling, exact per token for high = ∞.
+    """Weight min(u, `high`), u = π_old/π_s: truncated importance sampling, exact per token for high = ∞.
 
     Source: fengyao.notion.site/off-policy-rl.
     """
@@ -59,14 +59,15 @@ def truncate(tokens: Tokens, *, high: float = 2.0) -> Correction:
 
 @SAMPLER_CORRECTIONS.declare(r"u \cdot [l \le u \le h]", carries="token")
 def mask(tokens: Tokens, *, low: float = 0.5, high: float = 5.0) -> Correction:
-    """u = π_old/π_s where low ≤ u ≤ high, else 0: IcePop (arXiv:2510.18855), or masked importance sampling."""
+    """Weight u = π_old/π_s where low ≤ u ≤ high, else 0: IcePop (arXiv:2510.18855), masked importance sampling."""
     u = jnp.exp(tokens.log_sampler_ratio)
     return _kept(tokens, u, (u >= low) & (u <= high))
 
 
 @SAMPLER_CORRECTIONS.declare(r"u_x \cdot [l \le u_x \le h]", carries="completion")
 def sequence(tokens: Tokens, *, low: float = 0.5, high: float = 2.0) -> Correction:
-    """u_x where low ≤ u_x ≤ high, else 0: exact for completions if none is rejected (Seq-MIS of verl, commit 1dda039).
+    """Weight u_x where low ≤ u_x ≤ high, else 0: exact for completions if none is rejected (Seq-MIS of verl, commit
+    1dda039).
 
     u_x, the product of u = π_old/π_s, falls or grows with the length, so the bounds reject long completions first.
     """
@@ -76,18 +77,17 @@ def sequence(tokens: Tokens, *, low: float = 0.5, high: float = 2.0) -> Correcti
 
 @SAMPLER_CORRECTIONS.declare(r"[l \le \bar u \le h]")
 def geometric(tokens: Tokens, *, low: float = 0.999, high: float = 1.001) -> Correction:
-    """1 where low ≤ ū = u_x^(1/T) ≤ high, else 0, at any length of a completion (Geo-RS of verl, commit 1dda039)."""
+    """Weight 1 where low ≤ ū ≤ high, else 0; ū is the geometric mean of a completion's π_old/π_s (Geo-RS of verl,
+    commit 1dda039)."""
     u = jnp.exp(masking.completion_mean(tokens.log_sampler_ratio, tokens.mask, tokens.completion_ids))
     return _kept(tokens, jnp.ones_like(u), (u >= low) & (u <= high))
 
 
 @SAMPLER_CORRECTIONS.declare(r"[A \ge 0 \text{ or } (\textstyle\prod_t \pi_\theta/\pi_s)^{1/T} \ge l]")
 def off_policy(tokens: Tokens, *, low: float = math.exp(-0.5)) -> Correction:
-    """0 for completions with A < 0 and mean log(π_s/π_θ) > δ = −log low, else 1 (DeepSeek-V3.2, arXiv:2512.02556).
-
-    The report says "off-policy sequence masking" and gives no δ; TRL suggests 0.5 nats a token (commit f2cd577). The
-    ratio holds the sampler's gap and the drift of the policy.
-    """
+    """Weight 0 for completions with A < 0 and mean log(π_s/π_θ) > δ = −log low, else 1 (arXiv:2512.02556). The report
+    of DeepSeek-V3.2 says "off-policy sequence masking" and gives no δ; TRL suggests 0.5 nats a token (commit f2cd577).
+    The ratio holds the sampler's gap and the drift of the policy."""
     log_ratio = jax.lax.stop_gradient(tokens.log_w) + tokens.log_sampler_ratio
     ratio = jnp.exp(masking.completion_mean(log_ratio, tokens.mask, tokens.completion_ids))
     return _kept(tokens, jnp.ones_like(ratio), (tokens.advantages >= 0) | (ratio >= low))
@@ -95,10 +95,8 @@ def off_policy(tokens: Tokens, *, low: float = math.exp(-0.5)) -> Correction:
 
 @SAMPLER_CORRECTIONS.declare(r"1, \text{ with } \pi_s \text{ in place of } \pi_\mathrm{old}")
 def anchor(tokens: Tokens) -> Correction:
-    """π_s takes the place of π_old in every ratio: w = π_θ/π_s, clips included (arXiv:2602.04879, section 5.2).
-
-    Without `ref_logprobs` the reference is the behaviour policy, so the reference becomes π_s too.
-    """
+    """π_s takes the place of π_old in every ratio: w = π_θ/π_s, clips included (arXiv:2602.04879, section 5.2). Without
+    `ref_logprobs` the reference is the behaviour policy, so the reference becomes π_s too."""
     assert tokens.sampler_logprobs is not None
     return Correction(dataclasses.replace(tokens, behaviour_logprobs=tokens.sampler_logprobs), 1.0)
 
@@ -108,15 +106,18 @@ def _kept(tokens: Tokens, weight: jax.Array, kept: jax.Array) -> Correction:
 
 
 def carried_ratio(kind: str | None) -> Carried | None:
-    """Whose ratio the correction `kind` carries, "token" or "completion"; None if it carries no ratio."""
+    """The ratio that is a factor of the correction's weight; None if no ratio is one, or `kind` is None. "token" is u =
+    π_old/π_s of the token, "completion" the product of u over its completion. Raises ValueError for an unknown
+    `kind`."""
     return None if kind is None else lookup(SAMPLER_CORRECTIONS, "sampler_correction", kind).carries
 
 
 def correct(tokens: Tokens, kind: str | None, **bounds: Any) -> Correction:
-    """Applies the correction `kind`, a name of `SAMPLER_CORRECTIONS` or None. A bound of None is the default.
+    """Applies the correction `kind`, a name of `SAMPLER_CORRECTIONS`; None leaves the tokens and their weight of 1
+    alone.
 
-    Raises:
-      ValueError: `kind` is unknown or does not take a bound, low is not below high, or `sampler_logprobs` are missing.
+    `bounds` are low and high, of the ratio; a bound of None is the correction's default. Raises ValueError if `kind` is
+    unknown or does not take a bound, low is not below high, or `tokens.sampler_logprobs` are missing.
     """
     given = {name: value for name, value in bounds.items() if value is not None}
     if kind is None:

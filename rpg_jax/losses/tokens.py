@@ -16,15 +16,13 @@ LARGEST_LOG_RATIO = 20.0
 
 
 def bounded_exp(log_ratio: jax.Array) -> jax.Array:
-    """e^x, at most e^`LARGEST_LOG_RATIO`. For a larger x the derivative is the bounded value, not zero."""
+    """e^x, at most e²⁰ (`LARGEST_LOG_RATIO`). For a larger x the derivative is the bounded value, not zero."""
     return jnp.exp(log_ratio - stop_gradient(jnp.maximum(log_ratio - LARGEST_LOG_RATIO, 0)))
 
 
 class PrefixKL(NamedTuple):
     """The KL of the next-token distributions at each token's prefix s, summed over the vocabulary; f[B, T], nats.
-
-    reverse: Σ_a π_θ(a|s) log(π_θ/π_ref)(a|s). forward: Σ_a π_ref(a|s) log(π_ref/π_θ)(a|s).
-    """
+    reverse: Σ_a π_θ(a|s) log(π_θ/π_ref)(a|s). forward: Σ_a π_ref(a|s) log(π_ref/π_θ)(a|s)."""
 
     reverse: jax.Array
     forward: jax.Array
@@ -32,11 +30,12 @@ class PrefixKL(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Per-token inputs of a loss, from `checked`; masked entries are harmless.
+    """Inputs of a loss for B rows of T sampled tokens, made by `checked`; f32[B, T] (f64 for f64), in nats.
 
-    `logprobs` and `prefix_kl` carry a gradient, the rest is constant. Only the estimator `exact` has `prefix_kl`. At
-    masked entries log-probabilities, KL and advantages are 0, so every ratio is 1.
-    Log-probabilities are nats. Arrays are f32 (f64 where the inputs are), [B, T].
+    `logprobs` log π_θ and `prefix_kl` carry a gradient, the rest is constant. `ref_logprobs` None means π_old. Only the
+    estimator `exact` has `prefix_kl`. `mask` is bool, True where the update trains; elsewhere log-probabilities, KL and
+    advantages are 0, so every ratio is 1. `completion_ids` i32 tells a row's completions apart (None: one a row),
+    `group_ids` i32 is the prompt of each.
     """
 
     logprobs: jax.Array
@@ -50,7 +49,7 @@ class Tokens:
     prefix_kl: PrefixKL | None = None
 
     def plus_advantages(self, more: jax.Array) -> "Tokens":
-        """The same tokens with advantages A + `more`."""
+        """The same tokens with advantages A + `more`, f[B, T]; what `more` has under the mask is ignored."""
         return dataclasses.replace(self, advantages=self.advantages + masking.masked_fill(more, self.mask))
 
     @cached_property
@@ -60,7 +59,7 @@ class Tokens:
 
     @cached_property
     def w(self) -> jax.Array:
-        """Importance ratio w = π_θ / π_old, bounded."""
+        """Importance ratio w = π_θ / π_old, at most e²⁰; f[B, T], with a gradient."""
         return bounded_exp(self.log_w)
 
     @cached_property
@@ -72,7 +71,7 @@ class Tokens:
 
     @cached_property
     def log_r(self) -> jax.Array:
-        """log r = log π_θ − log π_ref."""
+        """log r = log π_θ − log π_ref; log w without `ref_logprobs`."""
         return self.log_w if self.ref_logprobs is None else self.logprobs - self.ref_logprobs
 
     @cached_property
@@ -97,9 +96,9 @@ def checked(
 ) -> Tokens:
     """Makes `Tokens` from raw arrays: checks shapes, sets masked entries to 0, stops the gradients of constants.
 
-    Raises:
-      ValueError: an array is not of the shape of `logprobs` [B, T] (`advantages` and `group_ids` may be [B]), or
-        log-probabilities in 16 bits.
+    `mask` [B, T] is nonzero where the update trains. `advantages` and `group_ids` may be [B], one a row; every other
+    array is [B, T]. Only `logprobs` and `prefix_kl` keep their gradient. Raises ValueError for another shape, and for
+    log-probabilities in 16 bits.
     """
     logprobs, mask, advantages = jnp.asarray(logprobs), jnp.asarray(mask), jnp.asarray(advantages)
     if logprobs.ndim != 2:

@@ -1,9 +1,7 @@
 """A learned baseline: advantages of tokens from the values of the states before them, and the loss of the values.
 
-V_t is the value of the prefix that token t continues, so the end of a completion has value 0. Arrays are f32[B, T]
-(f64 for f64 inputs). `mask` is nonzero where a token counts. Tokens that an environment wrote between turns do not
-count, and t + 1 is the next token that counts. `completion_ids` i32 tells the completions of a packed row apart; None
-is one completion a row.
+V_t is the value of the prefix that token t continues, so the end of a completion has value 0. Tokens that an
+environment wrote between turns do not count (`mask` 0), and t + 1 is the next token that counts.
 """
 
 import jax
@@ -30,19 +28,18 @@ def gae(
 ) -> tuple[jax.Array, jax.Array]:
     """Generalised advantage estimates and the returns that they imply (arXiv:1506.02438 eq. 16).
 
-    δ_t = r_t + γ V_{t+1} − V_t,  A_t = δ_t + γλ A_{t+1},  returns_t = A_t + V_t; V and A are 0 after the last token.
-    λ = 0 gives the one-step error δ; λ = 1 gives the discounted sum of rewards minus V.
+    δ_t = r_t + γ V_{t+1} − V_t,  A_t = δ_t + γλ A_{t+1},  returns_t = A_t + V_t; V and A are 0 after the last token. λ
+    = 0 gives the one-step error δ; λ = 1 gives the discounted sum of rewards minus V.
 
     Args:
       rewards: f[B, T], the reward of each token: usually a completion's reward at its last token, 0 elsewhere.
-      values: f[B, T], V_t.
-      mask: [B, T]; a token that does not count takes no time: neither γ nor λ discounts it.
-      gamma, gae_lambda: in [0, 1].
+      values: f[B, T], V_t of the prefix that token t continues.
+      mask: [B, T]; a token where it is 0 takes no time: neither γ nor λ discounts it, and t + 1 skips it.
+      completion_ids: i32[B, T], tells the completions of a packed row apart; None is one completion a row.
+      gamma, gae_lambda: γ and λ, in [0, 1], or ValueError.
 
     Returns:
-      advantages and returns, 0 under the mask. No gradient.
-
-    Raises ValueError if gamma or gae_lambda is out of range.
+      advantages and returns, f32[B, T] (f64 for f64 values), 0 under the mask. No gradient.
     """
     if not (0 <= gamma <= 1 and 0 <= gae_lambda <= 1):
         raise ValueError(f"gamma and gae_lambda must be in [0, 1], got {gamma=} and {gae_lambda=}")
@@ -56,15 +53,12 @@ def gae(
 
 
 def value_loss(values: jax.Array, old_values: jax.Array, returns: jax.Array, *, clip: float | None) -> TokenLoss:
-    """½ max((V − R)², (V_old + clip(V − V_old, −ε, ε) − R)²) (minimise), as in PPO's public implementations.
+    """½ max((V − R)², (V_old + clip(V − V_old, −ε, ε) − R)²) (minimise), as in PPO's public implementations; f[B, T].
 
     Args:
-      values: f[B, T], of the critic in training; the only argument with a gradient.
-      old_values: f[B, T], of the critic before the first update on these tokens.
-      returns: f[B, T].
-      clip: ε > 0, in units of reward; None for the plain squared error.
-
-    Raises ValueError if clip is not above 0.
+      values: f[B, T], V of the critic in training; the only argument with a gradient.
+      old_values, returns: f[B, T], V_old of the critic before the first update on these tokens, and R.
+      clip: ε > 0, in units of reward, or ValueError; None for the plain squared error, without the event `value_clip`.
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"the clip of values must be > 0, or None for no clip; got {clip}")
@@ -77,7 +71,8 @@ def value_loss(values: jax.Array, old_values: jax.Array, returns: jax.Array, *, 
 
 
 def value_metrics(old_values: jax.Array, returns: jax.Array, mask: jax.Array) -> Metrics:
-    """Means over tokens of V, R, R², the error R − V and its square, for `explained_variance`."""
+    """Means over tokens: value, return, return_squared, value_error R − V and value_error_squared; V is `old_values`.
+    Each is (sum, weight), scalars; arrays are f[B, T], and a token counts where `mask` is nonzero."""
     count = jnp.sum(mask != 0, dtype=old_values.dtype)
     error = returns - old_values
     means = {"value": old_values, "return": returns, "return_squared": jnp.square(returns)}
@@ -88,7 +83,8 @@ def value_metrics(old_values: jax.Array, returns: jax.Array, mask: jax.Array) ->
 def explained_variance(
     *, mean_return: float, mean_return_squared: float, mean_error: float, mean_error_squared: float
 ) -> float:
-    """1 − Var(R − V) / Var(R), 0 if R is constant. It is 1 for perfect V, 0 for constant V, below 0 for harmful V."""
+    """1 − Var(R − V) / Var(R), from means over tokens of R, R², R − V and its square; 0 if R is constant. It is 1 for
+    perfect values V, 0 for constant V, below 0 for harmful V."""
     variance = mean_return_squared - mean_return**2
     return 1 - (mean_error_squared - mean_error**2) / variance if variance > 1e-12 else 0.0
 

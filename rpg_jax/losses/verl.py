@@ -38,21 +38,19 @@ def verl_form(
     clip_high: ClipHigh = 0.28,
     clip_dual: ClipDual = 10.0,
 ) -> TokenLoss:
-    """The losses of the paper's public code; the arguments are those of `regularized_pg.rpg_tokens`.
+    """The losses of the paper's public code, f[B, T], to be minimised; the arguments are those of `rpg_tokens`.
 
         clip       differentiable                              reinforce
-        reward     compute_policy_loss + β kl_penalty *        reward term of `rpg_tokens` + SG(β K) log π_θ
+        reward     compute_policy_loss + β kl_penalty *        −SG(C A) log π_θ + SG(β K) log π_θ
         none       −wA + β kl_penalty                          −SG(wA − βK) log π_θ
         dual       as reinforce, on π_θ/SG(π_θ)                compute_policy_loss_reinforce, "clip_ppo" *
         truncate   as reinforce, on π_θ/SG(π_θ)                compute_policy_loss_reinforce, "clip_hard" *
 
-    A cell marked * reproduces a function of the public code. The other cells are the nearest relatives. In `reward` and
-    `none`, kl_penalty and K depend on r = π_θ/π_ref without the factor ρ, clamped to ±10 with no gradient beyond (fkl
-    is not clamped). In `dual` and `truncate` the reference is the behaviour policy, whatever `ref_logprobs` is, and K
-    is evaluated at clip(w, 1 − ε₁, 1 + ε₂).
-
-    Raises:
-      ValueError: a divergence that the public code does not have, or `group_ids`.
+    A cell marked * reproduces a function of the public code, `verl/trainer/ppo/core_algos.py`. The other cells are the
+    nearest relatives. w = π_θ/π_old, A the advantage, C is w or its bound. In `reward` and `none`, kl_penalty and K
+    depend on r = π_θ/π_ref without the factor ρ, clamped to ±10 with no gradient beyond (fkl is not clamped). In `dual`
+    and `truncate` the reference is the behaviour policy, whatever `ref_logprobs` is, and K is evaluated at clip(w, 1 −
+    ε₁, 1 + ε₂). Raises ValueError for a divergence that the public code does not have, or `group_ids`.
     """
     if tokens.group_ids is not None:
         raise ValueError("group_ids need level='sequence': the public code has no baseline of the KL")
@@ -71,7 +69,8 @@ def verl_form(
 
 
 def kl_penalty(divergence: str, log_r: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The divergence and its gradient weight at w = r, clamped to ±10 (fkl is not clamped)."""
+    """A divergence of `VERL_DIVERGENCES` and its gradient weight K at w = r, ρ = 1, f[B, T] each, in nats. `log_r` is
+    log π_θ/π_ref f[B, T]. Both are clamped to ±10, with no gradient beyond (fkl is not clamped)."""
     d = VERL_DIVERGENCES[divergence]
     rho = jnp.zeros_like(log_r)
     if divergence == "fkl":
@@ -85,12 +84,13 @@ def kl_penalty(divergence: str, log_r: jax.Array) -> tuple[jax.Array, jax.Array]
 def policy_loss_reinforce(
     tokens: Tokens, divergence: str, estimator: str, clip: str, kl_coef: KLCoef, bounds: Bounds
 ) -> TokenLoss:
-    """The public code's `compute_policy_loss_reinforce`, with κ = −βK at clip(w, 1 − ε₁, 1 + ε₂):
+    """The public code's `compute_policy_loss_reinforce` (minimise), with κ = −βK at clip(w, 1 − ε₁, 1 + ε₂):
 
         truncate   −SG(clip(w) A + κ) x
         dual       −SG(wA + κ) x,  or without gradient −((1 + ε₂)A − κ) x, −((1 − ε₁)A − κ) x, −(cA + κ) x
 
-    At the upper and the lower bound κ has the sign that the code gives it; only the value depends on that sign.
+    x is log π_θ, or π_θ/SG(π_θ) for `differentiable`; w = π_θ/π_old, A is the advantage, K the divergence's gradient
+    weight. At the upper and the lower bound κ has the sign that the code gives it; only the value depends on that sign.
     """
     advantages, w = tokens.advantages, tokens.w
     log_clipped_w = jnp.clip(tokens.log_w, math.log(bounds.lower), math.log(bounds.upper))
@@ -110,7 +110,8 @@ def policy_loss_reinforce(
 
 
 def verl_region(advantages: jax.Array, w: jax.Array, bounds: Bounds) -> Region:
-    """The public code's regions: by the sign of A (not of A_reg), A = 0 counting as a loss, the lower bound open."""
+    """The public code's regions, bool[B, T]: by the sign of A (not of A_reg), A = 0 counting as a loss, the lower bound
+    open."""
     gain = advantages > 0
     high, dual = ~(w < bounds.upper), ~(w < bounds.dual_upper)
     return Region(high=gain & high, low=~gain & (w < bounds.lower), dual=~gain & dual)

@@ -40,17 +40,16 @@ _LISTS = ("generated", "pending", "trained", "carried", "dropped")
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class AheadCollector(Collector):
-    """Collects the groups of `max_staleness` steps to come while the trainer trains.
+    """Collects the groups of `max_staleness` steps to come, in a thread, while the trainer trains.
 
     Attributes:
-      collect, take_errors, stream: see `Collector`; one thread at a time calls them.
+      collect, take_errors, stream: as in `Collector`; one thread at a time calls them.
       rollout: on one device, or on other devices than the trainer's.
       max_staleness: steps, at least 1.
       steps: the number of steps of the run; nothing is sampled for later steps.
 
-    Raises:
-      ValueError: an argument is out of range, or several processes sample without servers. Their threads would launch
-        programs in different orders.
+    Raises ValueError if an argument is out of range, or if several processes sample without servers: their threads
+    would launch programs in different orders.
     """
 
     max_staleness: int
@@ -71,10 +70,9 @@ class AheadCollector(Collector):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rpg-ahead")
 
     def take(self, step: int, params: Any, version: int) -> Sampled:
-        """Begins the batches of steps up to `step` + max_staleness, then waits for the groups of `step`.
-
-        Raises RolloutError if sampling failed, or weights older than the bound drew a token.
-        """
+        """Begins the batches of steps up to `step` + max_staleness, then waits for the groups of `step`. `step` counts
+        from 0; `params` are the trainer's weights and `version` their number of updates. Raises RolloutError if weights
+        older than the bound drew a token, and the error with which sampling failed."""
         self._versions = {s: v for s, v in self._versions.items() if s >= step - self.max_staleness - 1}
         self._versions[step] = version
         due = [s for s in range(step, min(step + self.max_staleness + 1, self.steps)) if s not in self._jobs]
@@ -92,16 +90,14 @@ class AheadCollector(Collector):
         """Does nothing: the next batch brings its weights."""
 
     def sync(self, params: Any, version: int) -> None:
-        """Makes a copy of `params` the weights of the rollout, since the next step donates `params` while the rollout
-        samples. Raises RolloutError if the rollout holds other bits."""
+        """Makes a copy of `params` the rollout's weights: the next step donates `params` while the rollout samples.
+        Raises RolloutError unless the rollout then holds the same bits."""
         super().sync(self.rollout.stage_weights(params), version)
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Waits for all batches that are being sampled, then keeps the rollout for the caller.
-
-        If some hosts evaluated before a batch and other hosts after it, all would wait for each other for ever.
-        """
+        """While entered, the rollout serves the caller alone; entering waits for all batches that are being sampled. If
+        some hosts evaluated before a batch and other hosts after it, all would wait for each other for ever."""
         wait(self._jobs.values())
         with self._turn:
             yield
@@ -116,6 +112,7 @@ class AheadCollector(Collector):
         return {"ahead": ahead, "stream": self.stream.state(), "pending": "", "share": self.share}
 
     def restore(self, record: Mapping[str, Any]) -> None:
+        """Goes back to the state that `record` returned. Raises ValueError if a run without staleness wrote it."""
         state = record["ahead"]
         if state is None:
             raise ValueError("the checkpoint was written with rollout.max_staleness=0 and this run has more")
@@ -127,7 +124,7 @@ class AheadCollector(Collector):
         self.stream.restore(record["stream"])
 
     def close(self) -> None:
-        """Begins no more batches. The batch that is being sampled ends with its rollout."""
+        """Begins no more batches and returns at once. The batch that is being sampled ends with its rollout."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _sample(self, step: int, policy: Staged, version: int) -> Found:
@@ -152,13 +149,14 @@ class AheadCollector(Collector):
 
 
 def sampled(collected: Collected, errors: Mapping[str, int], version: int) -> Sampled:
-    """The groups of a step, with the age of their tokens for a trainer whose weights are `version`."""
+    """The `Sampled` of a step from its groups, failed verdicts by kind, and the `version` of the trainer's weights."""
     trained = collected.trained
     return Sampled(collected, errors, without_present(trained, version), staleness=staleness(trained, version))
 
 
 def without_present(groups: Sequence[Group], version: int) -> list[Group]:
-    """The groups with the rollout's log-probs. Tokens of weights `version` get NaN: the trainer computes these."""
+    """The groups with the rollout's log-probs as behaviour log-probs, f32[n] a completion of n tokens. Tokens of
+    weights `version` get NaN: the trainer computes these."""
 
     def known(completion):
         return np.where(completion.token_versions == version, np.float32(np.nan), completion.logprobs)
@@ -167,7 +165,7 @@ def without_present(groups: Sequence[Group], version: int) -> list[Group]:
 
 
 def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Updates between the weights that drew a token and the trainer's weights: the mean and the maximum over tokens."""
+    """Mean and maximum over tokens of the updates between the weights that drew a token and weights `version`."""
     ages = np.concatenate([version - c.token_versions[c.sampled] for g in groups for c in g.completions])
     return {"staleness_updates": float(ages.mean()), "staleness_updates_max": int(ages.max())}
 

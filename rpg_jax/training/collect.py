@@ -22,13 +22,16 @@ _LARGEST = 10  # in units of prompts_per_step: an estimate of a small share may 
 
 @dataclasses.dataclass(frozen=True)
 class DynamicSampling:
-    """Generates batches until enough groups are informative (DAPO, arXiv:2503.14476, section 3.2).
+    """Generates batches until enough groups are informative (DAPO, arXiv:2503.14476, section 3.2); see
+    `Group.informative`.
 
     Attributes:
       oversample: prompts of a batch, in units of prompts_per_step. 0: as many as should fill the step (`batch_size`).
       max_batches: the most generation batches a step may take.
       surplus: what to do with informative groups that the step does not need. "drop" forgets them. "carry" hands as
         many as one step needs to the next step, which trains them first. So no trained group is older than one step.
+
+    Raises ValueError if a value is out of its range.
     """
 
     oversample: int = 1
@@ -100,10 +103,8 @@ class Collected:
 
     @property
     def share(self) -> float | None:
-        """The smoothed share of informative groups, (k + 1/2) / (n + 1/2), for k informative groups of n generated.
-
-        The share is above 0 even for k = 0, because `batch_size` divides by it. It is 1 for k = n, and None for n = 0.
-        """
+        """The smoothed share of informative groups, (k + 1/2) / (n + 1/2), for k informative groups of n generated. The
+        share is above 0 even for k = 0, because `batch_size` divides by it. It is 1 for k = n, and None for n = 0."""
         return _share(self.generated) if self.generated else None
 
     def accounting(self) -> dict[str, float]:
@@ -146,13 +147,16 @@ def collect(
       take: returns the next n problems of the stream. A prompt may come twice within a step, at the border of two
         epochs. With the same random numbers the second group would equal the first, so the second group draws other
         random numbers. With dynamic sampling the step leaves the second prompt out.
+      generate: called with problems and `step`, returns their scored groups in order; blocks until they are complete.
+      step: from 0.
+      dynamic: None trains every group that has a completion to train on.
+      pending: the groups that the step before carried over; read with dynamic sampling only.
       share: the share of informative groups to expect in the first batch.
       max_failures: the largest share of the generated completions that may have failed, see `Group.failed`.
       begun: the step's first batch, if earlier steps have begun it.
 
-    Raises:
-      ValueError: more completions failed than `max_failures`, or so many that no group can be trained; no group was
-        informative after `max_batches`.
+    Raises ValueError if more completions failed than `max_failures`, or so many that no group can be trained, or if no
+    group was informative after `max_batches`.
     """
     if dynamic is None:
         made = _repetitions_apart(take(prompts_per_step), generate, step) if begun is None else begun
@@ -234,7 +238,7 @@ class Sampled:
 
     Attributes:
       collected: the groups of the step, sorted by what the step does with each group.
-      errors: failed verdicts by kind.
+      errors: the number of failed verdicts by kind.
       trained: the groups to train now. Tokens that earlier weights sampled have their behaviour log-probs.
       to_carry: the groups whose behaviour log-probs the trainer must note before it updates the weights.
       staleness: metrics of the age of the weights that sampled the groups.
@@ -270,7 +274,7 @@ class Collector:
     lags: ClassVar[bool] = False  # the rollout may hold earlier weights than the trainer
 
     def take(self, step: int, params: Any, version: int) -> Sampled:
-        """The groups of `step`, which trains next from `params`, the weights of `version`."""
+        """The groups of `step` (from 0), sampled now; blocks until they are scored. Reads no weights."""
         del params, version
         collected = self._next(step)
         return Sampled(collected, self.take_errors(), collected.trained, collected.carried)
@@ -280,15 +284,13 @@ class Collector:
         self.carried = carried
 
     def publish(self, params: Any, version: int) -> None:
-        """Hands the weights that a step has trained to the rollout."""
+        """Hands the weights that a step has trained to the rollout; `version` is their number of updates."""
         self.sync(params, version)
 
     def sync(self, params: Any, version: int) -> None:
-        """Makes `params` the weights of the rollout, and verifies that the rollout holds the same bits.
-
-        Raises:
-          RolloutError: the checksums differ, so completions would come from another policy than the trained policy.
-        """
+        """Makes `params` the weights of the rollout, of number `version`, and verifies that it holds the same bits.
+        Raises RolloutError if the checksums differ: completions would come from another policy than the trained
+        policy."""
         self.rollout.sync_weights(params, version)
         self.rollout.verify_weights(params)
 
@@ -297,7 +299,7 @@ class Collector:
         return contextlib.nullcontext()
 
     def record(self) -> dict[str, Any]:
-        """Everything that a resume needs, JSON-able."""
+        """Everything that a resume needs, JSON-able: the stream's position, the groups carried over, and the share."""
         pending = encode_groups(self.carried)
         return {"ahead": None, "stream": self.stream.state(), "pending": pending, "share": self.share}
 
@@ -309,11 +311,11 @@ class Collector:
         self.carried, self.share = decode_groups(record["pending"]), record["share"]
 
     def move_to(self, stream: Mapping[str, Any]) -> None:
-        """Goes to a position in the problems, as `record` has it. Raises ValueError if it is one in other problems."""
+        """Goes to the position `stream` of a `record`. Raises ValueError if it is of other problems."""
         self.stream.restore(dict(stream))
 
     def close(self) -> None:
-        """Ends the work in the background, if there is any."""
+        """Ends the work in the background. This collector has none."""
 
     def _next(self, step: int, **begun: list[Group]) -> Collected:
         collected = self.collect(step=step, pending=self.carried, share=self.share, **begun)

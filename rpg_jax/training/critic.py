@@ -20,7 +20,7 @@ _WEIGHT = 0.5  # of the value loss; with Adam it matters only where the gradient
 
 @flax.struct.dataclass
 class CriticState:
-    """Parameters of the critic and their optimizer slots."""
+    """Parameters of the critic (its trunk's and its head's, as `Critic.init` makes them) and their optimizer slots."""
 
     params: Any
     opt_state: Any
@@ -28,13 +28,13 @@ class CriticState:
 
 @dataclasses.dataclass(frozen=True)
 class Critic:
-    """How values are computed and trained.
+    """How values are computed and trained. Raises ValueError if gamma, gae_lambda or clip is out of its range.
 
     Attributes:
       graphdef: of the critic's trunk, a decoder without output embedding, which starts from the policy's weights.
       optimizer: of the critic's own parameters.
-      gamma, gae_lambda: the arguments of `losses.gae`.
-      clip: the argument of `losses.value_loss`; None switches the clip off.
+      gamma, gae_lambda: γ and λ in [0, 1], the arguments of `losses.gae`.
+      clip: > 0, how far a value may move from its old one, in units of reward; None switches the clip off.
     """
 
     graphdef: Any
@@ -51,7 +51,7 @@ class Critic:
             )
 
     def init(self, policy: Any) -> Any:
-        """Parameters of a critic whose every value is 0. Its trunk is a copy of the policy's trunk."""
+        """Parameters of a critic whose every value is 0. `policy` has the policy's weights: its trunk is copied."""
         trunk = {k: jax.tree.map(jnp.copy, v) for k, v in policy.items() if k != _OUTPUT}
         head = {"weight": jnp.zeros(policy["final_norm"].shape, jnp.float32), "bias": jnp.zeros((), jnp.float32)}
         return {**trunk, _HEAD: head}
@@ -69,12 +69,15 @@ class Critic:
         return jnp.einsum("bcd,d->bc", hidden.astype(jnp.float32), head["weight"]) + head["bias"]
 
     def advantages(self, values: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Advantages and returns f32[B, C], from the values and the rewards of the batch."""
+        """Advantages and returns f32[B, C], from `values` f32[B, C] and the rewards in the batch (or ValueError)."""
         decays = {"gamma": self.gamma, "gae_lambda": self.gae_lambda}
         return losses.gae(batch.known("rewards"), values, batch.mask, batch.completion_ids, **decays)
 
     def loss(self, values: jax.Array, batch: Batch, mean: losses.Mean) -> tuple[jax.Array, Metrics]:
-        """Half of Σ of the value loss, aggregated by `mean` like the policy's loss, and its metrics."""
+        """Half of the summed value loss of `values` f[B, C], which have its gradient, and its metrics as (sum, weight).
+
+        `mean` aggregates tokens as the policy's loss does. Raises ValueError if the batch has no values or returns.
+        """
         old_values, returns = batch.known("values"), batch.known("returns")
         token_loss = losses.value_loss(values, old_values, returns, clip=self.clip)
         total, weight = mean(token_loss.values, batch)

@@ -31,7 +31,7 @@ class Part:
 
     Attributes:
       problem: of the group.
-      step, draw: origin of the random numbers, see `GroupGenerator`; `step` is the step that trains the group.
+      step, draw: origin of the random numbers: the step that trains the group, and the occurrence of the problem in it.
       max_tokens: the most tokens of a completion after the call.
       index: the number of the completion that goes on. None: the group begins.
       begun: this completion so far.
@@ -46,7 +46,7 @@ class Part:
 
     @property
     def tokens(self) -> np.ndarray:
-        """i32[n], the tokens of `begun`."""
+        """i32[n], the tokens of `begun`; empty where the group begins."""
         return np.zeros(0, np.int32) if self.begun is None else self.begun.tokens
 
     def followed_by(self, drawn: list[Completion]) -> list[Completion]:
@@ -93,6 +93,10 @@ class GroupGenerator:
         draw: int = 0,
         group_size: int | None = None,
     ) -> list[Group]:
+        """The scored group of each problem, in order, on every process; blocks. All processes give the same problems.
+
+        `step` and `draw` choose the random numbers. `group_size` None: the generator's.
+        """
         split = self._rollout.split
         places: Sequence[int] = range(len(problems))
         if split is Split.SHARE:
@@ -121,9 +125,7 @@ class GroupGenerator:
 
     def draw(self, parts: Sequence[Part], *, step: int) -> list[list[Completion]]:
         """The completions of each part, with the tokens of earlier calls: a group, or the one completion that goes on.
-
-        `step` is the present step: the journal keeps the groups of a step together.
-        """
+        `step` is the present step: the journal keeps the groups of a step together. Blocks; all processes call it."""
         split, places = self._rollout.split, list(range(len(parts)))
         places = hosts.share(places) if split is Split.SHARE else places
         own = [parts[place] for place in places]
@@ -149,7 +151,8 @@ class GroupGenerator:
         return [part.followed_by(group.completions) for part, group in zip(parts, groups, strict=True)]
 
     def judge(self, problems: Sequence[Problem], completions: Sequence[list[Completion]]) -> list[Group]:
-        """The scored groups of completions that all processes have. Each process scores its share."""
+        """The scored groups of completions that all processes have, in order. Each process scores its share; all call
+        it."""
         own, prompts = hosts.share(range(len(problems))), [self.encode(p) for p in problems]
         with _Scoring(self, problems, prompts, set(own)) as scoring:
             for place in own:
@@ -182,7 +185,7 @@ class GroupGenerator:
     def score(
         self, problems: Sequence[Problem], prompts: Sequence[np.ndarray], completions: Sequence[list[Completion]]
     ) -> tuple[list[Group], dict[str, int]]:
-        """Scores the completions of each problem. Returns (groups, number of failed verdicts by kind)."""
+        """Scores the completions of each problem here. Returns (groups in order, number of failed verdicts by kind)."""
         flat = [c for group in completions for c in group]
         texts = [shown(c, self._decode) for c in flat]
         scores = self._scorer(
@@ -204,17 +207,15 @@ class GroupGenerator:
         return scored, dict(scores.errors)
 
     def take_errors(self) -> dict[str, int]:
-        """Failed verdicts by kind (see `rewards.Scores.errors`) since the last call."""
+        """Failed verdicts by kind, of all processes, since the last call."""
         taken, self._errors = dict(self._errors), collections.Counter()
         return taken
 
 
 class _Scoring:
-    """Scores the groups of one call in a thread, all complete groups at a time. Leaving the context waits for scores.
-
-    A verifier that hangs delays one batch of scores. The rollout goes on, and the next groups wait only briefly. If a
-    verdict has failed by chance, the verifier is asked once more, after all other verdicts.
-    """
+    """Scores the groups of one call in a thread, all complete groups at a time. Leaving the context waits for scores. A
+    verifier that hangs delays one batch of scores. The rollout goes on, and the next groups wait only briefly. If a
+    verdict has failed by chance, the verifier is asked once more, after all other verdicts."""
 
     def __init__(
         self, generator: GroupGenerator, problems: Sequence[Problem], prompts: Sequence[np.ndarray], mine: set[int]
@@ -247,10 +248,8 @@ class _Scoring:
         return dict(sorted(self._groups.items())), dict(self._errors)
 
     def _ask_again(self) -> None:
-        """Scores completions once more if a verifier or a judge has failed on them by chance.
-
-        A conversation that failed is left out: its environment was asked twice (see `Stage.step`), its rollout is over.
-        """
+        """Scores completions once more if a verifier or a judge has failed on them by chance. A conversation that
+        failed is left out: its environment was asked twice (see `Stage.step`), its rollout is over."""
         failed = {
             place: np.flatnonzero(~group.judged & [c.turns is None or c.turns.error is None for c in group.completions])
             for place, group in self._groups.items()

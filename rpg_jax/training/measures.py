@@ -22,33 +22,34 @@ from rpg_jax.types import Turns
 
 
 class Clock:
-    """Seconds of the parts of a step. The first part begins when the clock is made."""
+    """Seconds of the parts of a step. The clock starts when it is made."""
 
     def __init__(self) -> None:
         self._start = self._last = time.perf_counter()
         self._laps: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
-        """Notes the seconds of the part `name`, from the end of the part before until now."""
+        """Notes the seconds of the part `name`, from the end of the part before until now; again: replaces them."""
         now = time.perf_counter()
         self._laps[f"time/{name}"] = now - self._last
         self._last = now
 
     def metrics(self, *, tokens: float) -> dict[str, float]:
-        """Metrics: the seconds of each part and of all, and `tokens` per second of all."""
+        """time/PART in seconds, `seconds` until the last lap, and `tokens_per_second` for so many `tokens`."""
         total = self._last - self._start
         return {**self._laps, "seconds": total, "tokens_per_second": tokens / total}
 
 
 @jax.jit
 def sum_and_weight(values: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sum over the tokens of the mask, and the number of these tokens."""
+    """The sum of `values` where `mask` is nonzero, and the sum of the mask (0 or 1), the number of tokens; scalars."""
     return masking.masked_sum(values, mask), jnp.sum(mask)
 
 
 @jax.jit
 def sampler_gap(logprobs: jax.Array, sampler_logprobs: jax.Array, mask: jax.Array) -> Metrics:
-    """The mean and the maximum of |log π_s − log π| over the tokens of the mask, as sums and weights."""
+    """sampler_gap, sampler_gap_max: mean and maximum of |log π_s − log π| (nats) over tokens with mask 1: (sum,
+    weight)."""
     gap, tokens = jnp.abs(logprobs - sampler_logprobs), jnp.sum(mask)
     return {
         "sampler_gap": (masking.masked_sum(gap, mask), tokens),
@@ -58,10 +59,8 @@ def sampler_gap(logprobs: jax.Array, sampler_logprobs: jax.Array, mask: jax.Arra
 
 @functools.partial(jax.jit, static_argnames="count")
 def expert_load(experts: jax.Array, mask: jax.Array, *, count: int) -> jax.Array:
-    """Counts the tokens that each layer's router sends to each expert, i32[L, count].
-
-    `experts` [B, C, L, k] has the k experts of each token in each layer. Tokens with `mask` [B, C] 0 do not count.
-    """
+    """Counts the tokens that each layer's router sends to each expert, i32[L, count]. `experts` [B, C, L, k] has the k
+    experts of each token in each layer. Tokens with `mask` [B, C] 0 do not count."""
     layers = jnp.arange(experts.shape[2])[:, None]
     tokens = jnp.broadcast_to(mask[..., None, None] != 0, experts.shape)
     return jnp.zeros((experts.shape[2], count), jnp.int32).at[layers, experts].add(tokens.astype(jnp.int32))
@@ -89,10 +88,9 @@ def step_metrics(
     clock: Clock,
     parts: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """The metrics of a step, from the sums of its updates and its groups. `parts` has the weights of reward parts.
-
-    `sampler_gap` is absent if the trainer has no log-probs of the weights that sampled the step's tokens.
-    """
+    """The metrics of a step, from the sums of its updates and its groups, as numbers by name. `totals` are name ->
+    (sum, weight). `parts` has the weights of reward parts. `sampler_gap` is absent if the trainer has no log-probs of
+    the weights that sampled the step's tokens."""
     values = losses.divided(totals)
     if not totals["sampler_gap"][1]:
         del values["sampler_gap"], values["sampler_gap_max"]
@@ -198,10 +196,8 @@ class Guard:
 
     def warnings(self, step: int, values: Mapping[str, float]) -> Iterator[str]:
         """Yields a warning at the first gap above the usual gap, and warnings after step 1 of what hinders learning.
-
         The limit of tokens is too low if it cut off more than half of the completions. Nothing is learned where the
-        completions of each prompt have one reward.
-        """
+        completions of each prompt have one reward."""
         gap, usual = values.get("sampler_gap", 0.0), self.usual_sampler_gap
         if gap > usual:
             self.usual_sampler_gap = math.inf
@@ -223,7 +219,7 @@ class Guard:
             )
 
     def fault(self, step: int, values: Mapping[str, float], updates: Sequence[Mapping[str, float]]) -> str | None:
-        """The reason to stop the run after a step, and the fix; None if there is no reason.
+        """The reason to stop the run after a step, and the fix; None if there is no reason. Call it once a step.
 
         `values` are the metrics of the step, and `updates` the metrics of each of its updates.
         """

@@ -22,9 +22,8 @@ LossFn = Callable[[jax.Array, Batch], tuple[jax.Array, jax.Array, Metrics]]
 @functools.lru_cache(maxsize=128, typed=True)
 def policy_loss_fn(name: str | losses.Loss, **hyperparameters: Any) -> LossFn:
     """Returns `losses.policy_loss` as a `LossFn`, with the metric of `kl_share`. Equal arguments give one function.
-
-    A KL that is summed over the vocabulary has no share: its gradient is not one of the sampled tokens.
-    """
+    `hyperparameters` are those of the loss. A KL that is summed over the vocabulary has no share: its gradient is not
+    one of the sampled tokens. Nor has a loss without a KL."""
     kl_coef = hyperparameters.get("kl_coef", 1.0) if "kl_coef" in losses.find_loss(name).hyperparameters else 0.0
     regularized = (isinstance(kl_coef, jax.Array) or kl_coef > 0) and hyperparameters.get("estimator") != "exact"
 
@@ -61,7 +60,8 @@ def kl_share(name: str | losses.Loss, logprobs: jax.Array, batch: Batch, **hyper
 
 @functools.lru_cache(maxsize=128, typed=True)
 def mean_fn(aggregate: str, constant_length: int | None) -> losses.Mean:
-    """The function from values f32[B, C] and a batch to (sum, weight) under `aggregate`, a name of `AGGREGATES`."""
+    """Returns `losses.aggregate` as a function of values f[B, C] and a batch, which returns (sum, weight). `aggregate`
+    is a name of `AGGREGATES`, `constant_length` in tokens is for `constant`. Equal arguments: one function."""
     return lambda values, batch: losses.aggregate(values, batch, aggregate, constant_length)
 
 
@@ -87,9 +87,12 @@ def advantages_fn(
     `kl_baseline`: the micro-batches of an update may split a group, so the loss cannot compute it.
 
     Args:
+      advantage: a name of `ADVANTAGES`.
+      loss: a name of `LOSSES`; "rpg" with level="sequence" has the baseline of the KL.
       part_weights: the weights of the parts of the reward.
       credit: "completion", or "turn" for advantages of turns (`losses.turn_advantages` of `returns`).
       environment_weight: the weight of the environment's part in the reward; only "turn" reads it.
+      **hyperparameters: those of the loss.
     """
     of_rewards: Callable[[RolloutBatch[Group]], Any]
     of_rewards = functools.partial(turn_advantages, advantage=advantage, environment_weight=environment_weight)
@@ -103,9 +106,8 @@ def advantages_fn(
 def completion_advantages(
     batch: RolloutBatch[Group], *, advantage: str, part_weights: Sequence[float] = ()
 ) -> np.ndarray:
-    """The advantages f32[P, G] of P groups of G completions by their rewards, under the name `advantage` of
-    `losses.ADVANTAGES`. Completions that training does not use have 0. `part_weights` weigh the parts of the reward.
-    """
+    """Advantages f32[P, G] of the rewards of P groups of G completions, by the name `advantage` of `ADVANTAGES`.
+    Completions that training does not use have 0. `part_weights` weigh the parts of the reward."""
     rewards = np.stack([g.rewards for g in batch.groups])
     trained = np.array(batch.packing.trained, np.int32)
     known = [g.parts for g in batch.groups if g.parts is not None]
@@ -114,9 +116,8 @@ def completion_advantages(
 
 
 def turn_advantages(batch: RolloutBatch[Group], *, advantage: str, environment_weight: float) -> list[list[np.ndarray]]:
-    """The advantages f32[n] of the n tokens of each completion of each group: each token has its turn's, by the returns
-    of the turns. `environment_weight` is the weight of the environment's part in the reward.
-    """
+    """Advantages of turns: for each group and completion f32[n], one number for each of its n tokens. `advantage`
+    compares the returns to go of turns, see `losses.turn_advantages` and `returns`."""
     paid = [returns(g, environment_weight) for g in batch.groups]
     of_turns = losses.turn_advantages(advantage, paid, [g.counted for g in batch.groups])
     return [
@@ -129,8 +130,7 @@ def with_kl_baseline(
     advantages: np.ndarray | list[list[np.ndarray]], batch: RolloutBatch[Group], **hyperparameters: Any
 ) -> Mapping[str, np.ndarray | list[list[np.ndarray]]]:
     """{"advantages": the given ones plus the baseline, "kl_baseline": f32[P, G]}: the leave-one-out baseline of the KL
-    that RPG of completions has, from log π_old − log π_ref of `batch` and the loss's `hyperparameters`.
-    """
+    that RPG of completions has, from log π_old − log π_ref of `batch` and the loss's `hyperparameters`."""
     log_ratios = [b.known("behaviour_logprobs") - b.known("ref_logprobs") for b in batch.batches]
     sums = np.array([[np.sum(x) for x in own] for own in batch.of_sampled(log_ratios)], np.float32)
     baseline = np.asarray(losses.kl_baseline(jnp.asarray(sums), counted=counted_of(batch), **hyperparameters))
@@ -147,7 +147,7 @@ def counted_of(batch: RolloutBatch[Group]) -> jax.Array | None:
 
 
 def supervised_loss(logprobs: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array, Metrics]:
-    """Mean negative log-likelihood of the target tokens, in nats (minimise)."""
+    """−Σ log π_θ over the trained tokens, in nats (minimise), their number, and the metric `loss` of both."""
     total, weight = -masking.masked_sum(logprobs, batch.mask), jnp.sum(batch.mask)
     return total, weight, {"loss": (total, weight)}
 
@@ -206,7 +206,8 @@ def token_rewards(groups: Sequence[Group], credit: str, environment_weight: floa
     """The reward of each token, f32[n] for each group and completion, for a learned baseline.
 
     With credit "completion", the last token that the policy sampled gets the reward of the completion. With credit
-    "turn", the last token of each turn gets the reward of the turn. All other rewards are 0.
+    "turn", the last token of each turn gets the reward of the turn. All other rewards are 0. `environment_weight` is
+    the weight of the environment's part in the reward.
     """
     return [
         [

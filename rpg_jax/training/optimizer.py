@@ -30,10 +30,14 @@ _LEAST_B1 = 0.1  # the smallest b1 of Schedule-Free
 class Optimizer(NamedTuple):
     """An optax transformation, whose `update` treats every element by itself: `apply_by_layer` runs it layer by layer.
 
-    Before `update`, the caller clips gradients to the global norm `max_grad_norm`. `learning_rate(u)` is the learning
-    rate of update u = 0, 1, … `evaluation_params(opt_state, params)` returns the weights to evaluate. These are
-    `params`, except for Schedule-Free: it trains and samples with an interpolation y, and is evaluated at an average x,
-    which it computes from y and the entries `evaluation_slots` of its state.
+    Attributes:
+      init: params -> the optimizer's state.
+      update: (grads, opt_state, params) -> (updates, opt_state), after the caller has clipped the gradients.
+      evaluation_params: (opt_state, params) -> the weights to evaluate. These are `params`, except for Schedule-Free:
+        it trains and samples with an interpolation y, and is evaluated at an average x.
+      evaluation_slots: the entries of the state that `evaluation_params` reads.
+      max_grad_norm: the global norm to which the caller clips gradients.
+      learning_rate: update u = 0, 1, … -> the learning rate.
     """
 
     init: Callable[[Any], Any]
@@ -108,7 +112,7 @@ def make_optimizer(
 
 
 def matrices(params: Any) -> Any:
-    """A tree of bools: True for every weight whose name has neither "norm" nor "bias"."""
+    """A tree like `params` of bools: True for every weight whose path has neither "norm" nor "bias"."""
 
     def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
         name = jax.tree_util.keystr(path, simple=True, separator="/")

@@ -50,11 +50,12 @@ class PartialCollector(Collector):
     batches are drawn whole. The groups are scored once all parts of the step are drawn.
 
     Attributes:
-      collect, take_errors, rollout, stream: see `Collector`.
+      collect, take_errors, rollout, stream: as in `Collector`.
       generator: draws the parts.
-      prompts_per_step, dynamic: as `collect` has them; surplus groups are dropped.
-      max_tokens: M, of a completion.
-      part_tokens: S, of a completion in a step.
+      prompts_per_step: groups that a step trains.
+      dynamic: dynamic sampling, or None; surplus groups are dropped.
+      max_tokens: M, the most tokens of a completion.
+      part_tokens: S, the most tokens of a completion in a step.
       steps: the number of steps of the run; nothing begins for later steps.
     """
 
@@ -71,7 +72,10 @@ class PartialCollector(Collector):
         self._batches: dict[int, _Batch] = {}  # by the step that trains them
 
     def take(self, step: int, params: Any, version: int) -> Sampled:
-        """Draws a part of every group that has begun, and returns the groups of `step`, which are complete then."""
+        """Draws a part of every group that has begun, and returns the groups of `step` (from 0), complete then.
+
+        `version` is the trainer's number of updates; `params` is not read: `publish` has brought the weights.
+        """
         due = range(step, min(step + self._parts, self.steps))
         for number in due:
             if number not in self._batches:
@@ -82,10 +86,8 @@ class PartialCollector(Collector):
         return sampled(collected, self.take_errors(), version)
 
     def record(self) -> dict[str, Any]:
-        """What `Collector.record` returns, JSON-able, and under "partial" the batches whose groups have begun, by step.
-
-        A batch has its draws, and its groups without scores, with the completions so far.
-        """
+        """Everything that a resume needs, JSON-able; "partial" has the batches whose groups have begun, by step. A
+        batch has its draws, and its groups without scores, with the completions so far."""
 
         def kept(batch: _Batch) -> dict[str, Any]:
             given = zip(batch.problems, batch.completions, strict=True)
@@ -95,6 +97,7 @@ class PartialCollector(Collector):
         return super().record() | {"partial": {str(number): kept(batch) for number, batch in self._batches.items()}}
 
     def restore(self, record: Mapping[str, Any]) -> None:
+        """Goes back to the state that `record` returned. Raises ValueError if a collector sampling ahead wrote it."""
         super().restore(record)
         self._batches = {}
         for number, batch in record["partial"].items():

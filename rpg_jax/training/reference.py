@@ -52,14 +52,12 @@ class Rule:
         return "initial"
 
     def last_move(self, step: int, before: int, after: int) -> int | None:
-        """The number of the last update of a step after which the reference moves; None if no update moves it.
-
-        Step number `step`, from 1, makes the updates `before` + 1 to `after` of the run.
-        """
+        """The number of the last update of a step after which the reference moves; None if no update moves it. Step
+        number `step`, from 1, makes the updates `before` + 1 to `after` of the run."""
         return None
 
     def moves_at(self, kl_average: float) -> bool:
-        """Whether the bias-corrected average of the token KL moves the reference at the end of the step."""
+        """Whether `kl_average`, bias-corrected nats per token, moves the reference at the end of the step."""
         return False
 
     def differs(self, updates_per_step: int) -> bool:
@@ -118,19 +116,15 @@ RULES: Mapping[str, type[Rule]] = MappingProxyType(
 
 
 def make_rule(rule: str, **numbers: Any) -> Rule:
-    """The rule with the name `rule` in `RULES`; `numbers` are the attributes of `Rule`.
-
-    Raises ValueError for an unknown name or a number out of its range.
-    """
+    """The rule with the name `rule` in `RULES`; `numbers` are the attributes of `Rule`. Raises ValueError for an
+    unknown name or a number out of its range."""
     return lookup(RULES, "reference rule", rule)(**numbers)
 
 
 class Taught(NamedTuple):
     """A teacher: weights on devices or in host memory, and the `step.Programs` that read them; or servers of it.
-
     `scores` asks the servers: groups in, log-probs f32[n] of each completion of each group out. Then `params` and
-    `programs` are None.
-    """
+    `programs` are None."""
 
     params: Any = None
     programs: Any = None
@@ -201,7 +195,7 @@ class Reference:
                 self._write(params)
 
     def after_step(self, token_kls: Sequence[float]) -> None:
-        """Adds each update's mean token KL to the average. Moves the reference to the present policy if it is due."""
+        """Adds each update's mean token KL (nats) to the average; moves the reference to the present policy if due."""
         decay, moves = self._rule.kl_decay, False
         for kl in token_kls if self._rule.watches_kl else ():
             self.kl_average = decay * self.kl_average + (1 - decay) * float(kl)
@@ -211,7 +205,7 @@ class Reference:
             self._move()
 
     def params(self) -> Any:
-        """The reference's weights, a teacher's or restored from the snapshot."""
+        """The reference's weights on devices: a teacher's, or from the snapshot; ValueError if that is damaged."""
         if self._teacher is not None:
             return in_device_memory(self._teacher.params)
         if self._restored and self._restored[0] == self.number:
@@ -256,10 +250,8 @@ class Reference:
         self.number = 0 if self._rule.is_behaviour else updates
 
     def take_over(self, state: Mapping[str, Any], read: Callable[[int, Any], Any]) -> None:
-        """Takes over the reference of another run, whose `commit` returned `state`.
-
-        `read(number, like)` returns the weights of a snapshot of that run, laid out as `like`.
-        """
+        """Takes over the reference of another run, whose `commit` returned `state`. `read(number, like)` returns the
+        weights of a snapshot of that run, laid out as `like`."""
         self.restore(state)
         if self._stores and not self._unwritten:
             self._write(read(self.number, self._like))

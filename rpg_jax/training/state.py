@@ -32,12 +32,12 @@ class TrainState:
 
     @property
     def weights(self) -> tuple[Any, Any]:
-        """(the policy's weights, the critic's, or None without a critic): everything that has a gradient."""
+        """Everything that has a gradient: the policy's and the critic's parameters (or None)."""
         return self.params, None if self.critic is None else self.critic.params
 
 
 def in_host_memory(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """The same shards, each in the memory of its device's host."""
+    """The sharding with the same shards, each in the (pinned) memory of its device's host."""
     return sharding.with_memory_kind("pinned_host")
 
 
@@ -47,13 +47,12 @@ def in_device_memory(tree: Any) -> Any:
 
 
 def abstract(tree: Any, shardings: Any) -> Any:
-    """`tree` of arrays or shapes as `ShapeDtypeStruct`s with `shardings`, a tree of equal form: a checkpoint is
-    restored so."""
+    """Shapes, dtypes and shardings of `tree`. A checkpoint is restored into them."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
 def for_evaluation(like: TrainState, optimizer: Optimizer) -> TrainState:
-    """An `abstract` state without the leaves that `evaluation_params` does not read. These leaves stay on disk."""
+    """An `abstract` state without the leaves that `evaluation_params` does not read, which stay on disk: `LEFT_OUT`."""
 
     def slot(path: tuple[Any, ...], leaf: Any) -> Any:
         return leaf if jax.tree_util.keystr(path[:1], simple=True) in optimizer.evaluation_slots else LEFT_OUT
@@ -63,11 +62,9 @@ def for_evaluation(like: TrainState, optimizer: Optimizer) -> TrainState:
 
 
 def create_state(params: Any, optimizer: Optimizer, where: TrainState, critic: Critic | None = None) -> TrainState:
-    """Returns the state before the first update, laid out as `where` (see `state_shardings`).
-
-    Every leaf is a fresh buffer. Slots that start as a copy of a parameter would otherwise alias it, and an aliased
-    buffer cannot be donated twice.
-    """
+    """Returns the state before the first update, laid out as `where` (see `state_shardings`). Every leaf is a fresh
+    buffer. Slots that start as a copy of a parameter would otherwise alias it, and an aliased buffer cannot be donated
+    twice."""
     return jax.jit(_first_state, static_argnums=(1, 2), out_shardings=where)(params, optimizer, critic)
 
 
@@ -92,10 +89,9 @@ def state_shardings(
     *,
     offload: bool = False,
 ) -> TrainState:
-    """Returns the sharding of every leaf of the state.
-
-    A slot of a parameter's shape has the parameter's shards; with `offload`, in the memory of each device's host.
-    """
+    """Returns the sharding of every leaf of the state, as a `TrainState`. A slot of a parameter's shape has the
+    parameter's shards; with `offload`, in the memory of each device's host. Counts and other slots are `replicated`.
+    `params` are arrays or shapes."""
 
     def slots(optimizer: Optimizer, params: Any, param_shardings: Any) -> Any:
         return optax.tree.map_params(

@@ -37,7 +37,7 @@ class Sums:
 
     Attributes:
       grads: the gradient of Σ loss, in shape and layout of `TrainState.weights`; f32 for several micro-batches.
-      metrics: pairs (sum, weight); the weight of "loss" is also the weight of `grads`.
+      metrics: name -> (sum, weight); the weight of "loss" is also the weight of `grads`.
     """
 
     grads: Any
@@ -58,7 +58,7 @@ class Frozen(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A jitted program with its first argument bound: the arrays that no update changes."""
+    """A jitted program whose first argument, the `frozen` arrays, is bound. JAX compiles at the first call."""
 
     jitted: jax.stages.Wrapped
     frozen: Frozen
@@ -67,11 +67,11 @@ class Program:
         return self.jitted(self.frozen, *inputs)
 
     def lower(self, *inputs: Any) -> jax.stages.Lowered:
-        """`jax.jit(…).lower` for inputs or their shapes, without a run."""
+        """The program lowered for `inputs`, arrays or `ShapeDtypeStruct`s; runs nothing."""
         return self.jitted.lower(self.frozen, *inputs)
 
     def trace(self, *inputs: Any) -> jax.stages.Traced:
-        """`jax.jit(…).trace` for inputs or their shapes, without a run."""
+        """The program traced for `inputs`, arrays or `ShapeDtypeStruct`s; runs nothing."""
         return self.jitted.trace(self.frozen, *inputs)
 
 
@@ -88,7 +88,7 @@ class Anchor(NamedTuple):
 
 
 class Rehearsed(NamedTuple):
-    """Kept completions for an update: `share` · Σ −log π_θ over the tokens of `batches` joins the mean loss."""
+    """Micro-batches of kept completions: −log π_θ of each token joins an update's mean loss with weight `share`."""
 
     batches: Sequence[Batch]
     share: float
@@ -127,7 +127,7 @@ class Programs(NamedTuple):
         return Anchor(functools.partial(hidden, params), self.head(params))
 
     def beside(self, anchor: Anchor) -> Programs:
-        """The same programs; the programs of an update have the head of `anchor`."""
+        """The same programs, of which those of an update (`fused`, `start`, `add`) read the head of `anchor`."""
         updates = {name: getattr(self, name) for name in ("fused", "start", "add")}
         bound = {n: dataclasses.replace(p, frozen=p.frozen._replace(ref_head=anchor.head)) for n, p in updates.items()}
         return self._replace(**bound)
@@ -141,8 +141,10 @@ class Programs(NamedTuple):
     ) -> tuple[TrainState, Metrics]:
         """One optimizer update from all rows of `micro_batches`; `state` is donated. Each launch is a heartbeat.
 
-        The hidden states of an `anchor` are computed for one micro-batch after another. With `rehearsed` completions
-        the metric `rehearsal_nll` is their mean negative log-likelihood, in nats per token.
+        The micro-batches have one shape. The hidden states of an `anchor` are computed for one micro-batch after
+        another; without it the batches hold what the loss reads. Returns the state and metrics, name -> (sum, weight),
+        perhaps before they are computed. With `rehearsed` completions `rehearsal_nll` is their mean negative
+        log-likelihood, in nats per token.
         """
 
         own = self if anchor is None else self.beside(anchor)
@@ -180,11 +182,12 @@ def make_programs(
 ) -> Programs:
     """Returns the programs with explicit shardings; compiles nothing yet.
 
-    Equal arguments return the same programs, so runs of one process trace and compile the programs once. Under other
+    Equal arguments return the same jitted functions, so runs of one process trace and compile them once. Under other
     rules (`parallel.activate`) the programs are traced anew.
 
     Args:
       graphdef: of the Flax NNX policy.
+      optimizer, objective: of the policy; the critic has its own optimizer in `objective.critic`.
       temperature: the sampling temperature, at which log-probs are taken.
       state_sharding: a `TrainState` of shardings.
       batch_sharding: of the rows of every batch array.
@@ -322,12 +325,9 @@ class _Functions:
 def apply_gradients(
     optimizer: Optimizer, state: TrainState, sums: Sums, critic: Critic | None = None
 ) -> tuple[TrainState, Metrics]:
-    """(The state after an update with the gradient Σ grads / Σ weight of `sums`, its metrics as sums and weights.)
-
-    The gradients of policy and critic are each clipped to `max_grad_norm` of their optimizer by their own global norm,
-    which the metrics `grad_norm` and `critic_grad_norm` have. Where the loss or a norm is not finite, weights and slots
-    stay as they are, and the update counts as skipped and not as made.
-    """
+    """The update with gradient Σ grads / Σ weight; policy and critic are each clipped by their own global norm. Where
+    the loss or a norm is not finite, the state stays as it is and the update is counted as skipped. Returns the metrics
+    of `sums` too, with `grad_norm` before the clip, `nonfinite_updates` (0 or 1) and others as (sum, weight)."""
     total, weight = sums.metrics["loss"]
     weight = jnp.maximum(weight, 1e-9)
     norms = [optax.tree.norm(optax.tree.cast(grads, jnp.float32)) / weight for grads in sums.grads if grads is not None]
