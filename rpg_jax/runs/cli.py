@@ -196,7 +196,7 @@ def run(
         code, reason = 128 + signal.SIGINT, "interrupted"
         print(reason, file=sys.stderr)
     if several:
-        from rpg_jax.runs import joining  # loads JAX
+        from rpg_jax.parallel import joining  # loads JAX
 
         joining.fail(" ".join(reason.split()), code)
     return code

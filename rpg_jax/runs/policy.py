@@ -23,7 +23,6 @@ from rpg_jax.rollout.decoding import capacity, power_of_two
 from rpg_jax.rollout.drivers import LockstepRollout
 from rpg_jax.runs import cli, config_files, run_folder
 from rpg_jax.runs.experiment import Experiment, check_inputs, make_rollout, open_experiment
-from rpg_jax.runs.fitting import fast_dtype
 from rpg_jax.runs.layout import Layout, shares_prompts
 from rpg_jax.runs.learner import (
     first_adapters,
@@ -35,6 +34,7 @@ from rpg_jax.runs.learner import (
     open_base,
 )
 from rpg_jax.runs.memory import cache_bytes, make_decoding
+from rpg_jax.runs.processes import fast_dtype
 from rpg_jax.runs.resolve import check_trusted, resolve
 from rpg_jax.storage import integrity
 from rpg_jax.training.objective import Objective, supervised_loss

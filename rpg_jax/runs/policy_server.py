@@ -29,11 +29,10 @@ from rpg_jax.rollout.serving.access import (
 from rpg_jax.rollout.serving.server import Server
 from rpg_jax.runs import config_files, policy, run_folder
 from rpg_jax.runs.experiment import make_rollout
-from rpg_jax.runs.fitting import fast_dtype
 from rpg_jax.runs.layout import Layout
 from rpg_jax.runs.memory import cache_bytes, make_decoding
 from rpg_jax.runs.policy import Policy
-from rpg_jax.runs.processes import StopRequest
+from rpg_jax.runs.processes import StopRequest, fast_dtype
 
 _CHANGES = {"rollout.driver": "orchestrator"}
 _CPU_CONTEXT = 8192

@@ -1,14 +1,21 @@
-"""The problems of a run: its training and held-out problems, made from the task fields of a config."""
+"""The problems of a run: its training and held-out problems, made from the task fields of a config.
+
+The end of the file keeps the rows that a program hands over in files, which the task fields then name.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from rpg_jax import data, rewards
+from rpg_jax import data, rewards, storage
 from rpg_jax.environments import Message
 from rpg_jax.environments.stage import Stage
 from rpg_jax.rewards.callables import load
@@ -17,6 +24,9 @@ from rpg_jax.runs.resolve import reward_arguments
 Demonstration = str | Sequence[Message]
 """One turn, or the messages after a prompt. Supervised training imitates the turn, or the assistant's messages."""
 Examples = Callable[[Sequence[data.Problem]], list[tuple[data.Problem, Demonstration]]]
+Row = Mapping[str, Any]
+Rows = Iterable[Row] | str | PathLike[str]
+_FOLDER = "rows"  # the subfolder of `run.dir` with the rows that programs have handed over
 _CHAINS = 50_000
 # The seed of procedural held-out sets, whatever `config.seed` is. Generators seed problem i with seed + i, and training
 # problems count from `config.seed`, so the two never meet.
@@ -273,3 +283,68 @@ def _without(
         raise ValueError(f"all {len(problems)} problems of task.train are in task.held_out_sets too: train on others")
     lost = f"train: {len(problems) - len(kept)} of {len(problems)} problems left out, which are in a held-out set too"
     return kept, [lost] if len(kept) < len(problems) else []
+
+
+def write_rows(rows: Sequence[Mapping[str, Any]], run_dir: str) -> str:
+    """Writes rows to `run_dir`/rows/DIGEST.jsonl, one JSON object a line, and returns the path; equal rows are one
+    file. Where `run_dir` is in a bucket, the file is in runs/rows here: every host of a run reads its own. Raises
+    ValueError if `run_dir` has a comma, or a row is no dict of JSON values; the message has the number of the row.
+    """
+    content = "".join(_json_line(number, row) + "\n" for number, row in enumerate(rows)).encode()
+    folder = Path("runs" if storage.in_bucket(run_dir) else run_dir) / _FOLDER
+    if "," in str(folder):
+        raise ValueError(f"run.dir={run_dir!r} has a comma, which separates the files of task.train: choose another")
+    file = folder / f"{hashlib.sha256(content).hexdigest()[:12]}.jsonl"
+    if not file.exists() or file.read_bytes() != content:  # somebody may have edited it
+        folder.mkdir(parents=True, exist_ok=True)
+        storage.write_atomically(file, content)
+    return str(file)
+
+
+def listed_rows(rows: Rows, name: str) -> list[Mapping[str, Any]]:
+    """The rows of a list, an iterator, a data set or a JSONL or parquet file, in a list. Raises ValueError, in which
+    `name` is the argument, if there are no rows, if there are splits in place of rows, or if a file cannot be read.
+    """
+    if isinstance(rows, str | PathLike):
+        if not Path(rows).exists():
+            raise ValueError(
+                f"{name}={fspath(rows)!r}: there is no such file; a data set by name is task.train=NAME with "
+                "task.held_out_sets=NAME=SOURCE (docs/own_data.md)"
+            )
+        rows = data.file_rows(Path(rows))
+    if isinstance(rows, Mapping) and rows:
+        raise ValueError(f"{name} has the splits {[*rows]}: give the rows of one, as {name}=rows[{next(iter(rows))!r}]")
+    if not isinstance(rows, Iterable):
+        raise ValueError(f"{name}={rows!r}: give dicts in a list or an iterator, or the path of a file")
+    if not (found := list(rows)):
+        raise ValueError(f"{name} has no rows")
+    return found
+
+
+def split_rows(rows: Sequence[Mapping[str, Any]], most: int) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """(rows to train on, rows to evaluate on), both in order. A tenth is for evaluation, spread evenly, at least 1 and
+    at most `most`. Raises ValueError for fewer than two rows.
+    """
+    if len(rows) < 2:
+        raise ValueError("data has one row, and one at least is held out: give held_out=[…] too")
+    count = max(1, min(len(rows) // 10, most))
+    chosen = {i * len(rows) // count for i in range(count)}
+    return [row for i, row in enumerate(rows) if i not in chosen], [rows[i] for i in sorted(chosen)]
+
+
+def _json_line(number: int, row: Any) -> str:
+    if not isinstance(row, Mapping):
+        raise ValueError(f"row {number}: expected a dict, got {type(row).__name__}")
+    for name, value in row.items():
+        try:
+            json.dumps({name: value}, default=_plain)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"row {number}, {name!r}: {error}; leave this column out") from error
+    return json.dumps(dict(row), ensure_ascii=False, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """A number or an array of numpy as JSON has it."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a value of the type {type(value).__name__} is no JSON")

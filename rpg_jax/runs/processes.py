@@ -26,9 +26,9 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from rpg_jax.parallel import hosts
+from rpg_jax.parallel import hosts, joining
 from rpg_jax.rollout import find_driver
-from rpg_jax.runs import joining, run_folder
+from rpg_jax.runs import run_folder
 from rpg_jax.training import heartbeat
 
 _GPUS = ("gpu", "cuda", "rocm")  # JAX calls all of them "gpu" once it has found them
@@ -62,6 +62,16 @@ def platform() -> str:
         asked = jax.config.jax_platforms  # type: ignore[attr-defined]
         reason = " ".join(str(error).split()) or f"JAX finds nothing of {asked!r}"
         raise ValueError(f"no accelerator on {socket.gethostname()}: {reason}.{held}") from error
+
+
+def fast_dtype() -> tuple[str, str]:
+    """(the dtype that is fast on this process's devices, "float32" or "bfloat16"; the reason, to end a sentence)."""
+    if platform() == "cpu":
+        return "float32", ", because CPUs emulate bfloat16"
+    capability = getattr(jax.devices()[0], "compute_capability", None)  # only GPUs have one
+    if capability is not None and float(capability) < 8:
+        return "float32", f", because a GPU of compute capability {capability} has no bfloat16"
+    return "bfloat16", ", which is fast here; weights and optimizer stay in float32"
 
 
 def check(config: ConfigDict) -> None:

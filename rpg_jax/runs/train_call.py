@@ -4,31 +4,56 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
+import numpy as np
 from ml_collections import ConfigDict
 
-from rpg_jax import losses, rewards, storage
-from rpg_jax.data import file_rows
+from rpg_jax import losses, models, rewards
+from rpg_jax.data import encode_prompt, load, load_tokenizer
+from rpg_jax.models.sizes import parameter_count
 from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import read_metrics
-from rpg_jax.runs import cli, config_files, fitting, processes, reinforcement, run_folder
+from rpg_jax.runs import cli, config_files, processes, reinforcement, run_folder
 from rpg_jax.runs.policy import Policy
+from rpg_jax.runs.problems import Rows, listed_rows, split_rows, write_rows
+from rpg_jax.runs.resolve import with_method
+from rpg_jax.runs.run_names import shown
 
 if TYPE_CHECKING:
     from rpg_jax.runs.session import OnStep
 
-Row = Mapping[str, Any]
-Rows = Iterable[Row] | str | PathLike[str]
 Reward = Callable[..., Any] | str
-_FOLDER = "rows"  # the subfolder of `run.dir` with the rows that programs have handed over
+
+NEUTRAL: Mapping[str, Any] = MappingProxyType(
+    {
+        "task.template": "none",  # a question is the prompt, inside the chat template of the model
+        "rewards.right_above": 0.5,
+        "rewards.overlong_shaping": False,
+        "dynamic_sampling.enabled": False,
+        "train.updates_per_step": 1,  # one pass less: the update itself has the sampling policy's log-probs
+        "optimizer.warmup": "3 updates",
+        "optimizer.weight_decay": 0.0,
+        "evaluation.problems": 64,
+        "evaluation.k": 1,
+    }
+)
+"""Fields that are the same for every model. A method that is asked for by name brings its own shaping and sampling."""
+_OF_METHODS = ("rewards.overlong_shaping", "dynamic_sampling.enabled")
+_SMALL: Mapping[str, Any] = {"rollout.prompts_per_step": 8, "rollout.max_tokens": 64, "train.steps": 40}
+_LARGE: Mapping[str, Any] = {"rollout.prompts_per_step": 64, "rollout.max_tokens": 512, "train.steps": 100}
+_ROW = 2048  # tokens of a row that completions share, unless one completion needs more
+_CPU_TOKENS = 1024  # of a micro-batch on a CPU: a few GB of activations for models that a CPU trains
+_COVERED = 0.99  # of the prompts are within the limit
+_LARGEST_RATE = 2e-4  # good for 0.1 million weights (docs/tables/reasoning.md)
+_ADAPTERS = 10  # the rate of adapters in units of the rate of all weights; docs/lora.md found 4 and 10 to be best
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +102,8 @@ def train(
 ) -> Result:
     """Trains a policy, or continues the run that an equal call or command has begun.
 
-    `train(model="HuggingFaceTB/SmolLM2-135M-Instruct", data=rows, reward=function)` is enough. `runs.fitting` then
-    chooses the other fields from the model, the rows and the device, and prints each choice with its field.
+    `train(model="HuggingFaceTB/SmolLM2-135M-Instruct", data=rows, reward=function)` is enough. The other fields then
+    follow from the model, the rows and the device, and each is printed with its value.
 
     It does what `python -m rpg_jax.train` does with the same config, prints the same, and leaves the same folder. It
     returns after the last step, with the run's folder, metrics and policy. The first SIGINT or SIGTERM saves and
@@ -158,7 +183,7 @@ def prepared(
         )
     chosen, file = _opened("base" if config is None else config, overrides)
     if fits:
-        chosen = config_files.changed(chosen, fitting.neutral(overrides) | dict(overrides))
+        chosen = config_files.changed(chosen, neutral(overrides) | dict(overrides))
         file = f"{Path(chosen.model.path).name.removesuffix('.gguf')}.model"
     handed = _handed_over(overrides, **given)
     fields, named = handed.fields, {k: v for k, v in overrides.items() if k != "model.path" or not fits} | handed.named
@@ -173,7 +198,7 @@ def prepared(
         raise ValueError("which problems? Give data=ROWS, or a file: data='rows.jsonl', --data=rows.jsonl")
     if fits:
         processes.join(chosen)
-        found = fitting.fitted(chosen, {*overrides, *fields}, chosen.task.train.split(","))
+        found = fitted(chosen, {*overrides, *fields}, chosen.task.train.split(","))
         if hosts.is_first():
             print("chosen for this run, each with the field that changes it:", *found.lines, sep="\n", flush=True)
         chosen = config_files.changed(chosen, found.fields)
@@ -267,66 +292,89 @@ def _refuse(overrides: Mapping[str, Any], argument: str, *fields: str) -> None:
         raise ValueError(f"{argument}=… and overrides of {', '.join(both)} say the same thing twice: leave one out")
 
 
-def write_rows(rows: Sequence[Mapping[str, Any]], run_dir: str) -> str:
-    """Writes rows to `run_dir`/rows/DIGEST.jsonl, one JSON object a line, and returns the path; equal rows are one
-    file. Where `run_dir` is in a bucket, the file is in runs/rows here: every host of a run reads its own. Raises
-    ValueError if `run_dir` has a comma, or a row is no dict of JSON values; the message has the number of the row.
+class Fitted(NamedTuple):
+    """`fields` by dotted name that nobody has set, and `lines` that say what was chosen and which field changes it."""
+
+    fields: dict[str, Any]
+    lines: list[str]
+
+
+def neutral(asked: Collection[str]) -> dict[str, Any]:
+    """The fields of `NEUTRAL` that are not among the names `asked`. If "method" is among them,
+    `rewards.overlong_shaping` and `dynamic_sampling.enabled` are left out too: the method sets them.
     """
-    content = "".join(_json_line(number, row) + "\n" for number, row in enumerate(rows)).encode()
-    folder = Path("runs" if storage.in_bucket(run_dir) else run_dir) / _FOLDER
-    if "," in str(folder):
-        raise ValueError(f"run.dir={run_dir!r} has a comma, which separates the files of task.train: choose another")
-    file = folder / f"{hashlib.sha256(content).hexdigest()[:12]}.jsonl"
-    if not file.exists() or file.read_bytes() != content:  # somebody may have edited it
-        folder.mkdir(parents=True, exist_ok=True)
-        storage.write_atomically(file, content)
-    return str(file)
+    kept = _OF_METHODS if "method" in asked else ()
+    return {name: value for name, value in NEUTRAL.items() if name not in asked and name not in kept}
 
 
-def listed_rows(rows: Rows, name: str) -> list[Mapping[str, Any]]:
-    """The rows of a list, an iterator, a data set or a JSONL or parquet file, in a list. Raises ValueError, in which
-    `name` is the argument, if there are no rows, if there are splits in place of rows, or if a file cannot be read.
+def fitted(config: ConfigDict, asked: Collection[str], rows: Sequence[str]) -> Fitted:
+    """Chooses values for the fields that the caller has not set, by the model, the rows and the device: the limits of
+    prompts and completions, the sizes of a step and of a micro-batch, the numbers' dtype and the learning rate.
+
+    Args:
+      config: holds `model.path`, the values of `NEUTRAL` and what the caller has set. It stays as it is.
+      asked: dotted names of the fields that the caller has set.
+      rows: the files or data sets of the problems to train on; they are read.
+
+    Raises ValueError if the model is missing or its architecture is not supported, or if a row is bad.
     """
-    if isinstance(rows, str | PathLike):
-        if not Path(rows).exists():
-            raise ValueError(
-                f"{name}={fspath(rows)!r}: there is no such file; a data set by name is task.train=NAME with "
-                "task.held_out_sets=NAME=SOURCE (docs/own_data.md)"
-            )
-        rows = file_rows(Path(rows))
-    if isinstance(rows, Mapping) and rows:
-        raise ValueError(f"{name} has the splits {[*rows]}: give the rows of one, as {name}=rows[{next(iter(rows))!r}]")
-    if not isinstance(rows, Iterable):
-        raise ValueError(f"{name}={rows!r}: give dicts in a list or an iterator, or the path of a file")
-    if not (found := list(rows)):
-        raise ValueError(f"{name} has no rows")
-    return found
+    folder = models.local_folder(config.model.path, weights=False)
+    model = models.read_config(folder)  # before anything else: an architecture that is not supported is refused
+    tokenizer = load_tokenizer(folder)
+    on_cpu, kept = processes.platform() == "cpu", dict[str, Any]()
+
+    def choose(name: str, value: Any) -> Any:
+        if name in asked:
+            return config[name]
+        kept[name] = value
+        return value
+
+    problems = load(rows, template=config.task.template, bad_rows=config.task.bad_rows)[0]
+    lengths = [len(encode_prompt(p, tokenizer, thinking=config.task.thinking)) for p in problems]
+    size, context = _SMALL if on_cpu else _LARGE, model.rope.max_position_embeddings
+    wanted = config.rollout.max_tokens if "rollout.max_tokens" in asked else size["rollout.max_tokens"]
+    most = max(context // 2, context - wanted)  # prompts that leave no room for a completion are not trained
+    prompt = choose("task.max_prompt_tokens", min(most, int(np.quantile(lengths, _COVERED, method="higher"))))
+    longest = choose("rollout.max_tokens", max(1, min(size["rollout.max_tokens"], context - prompt)))
+    prompts, group = choose("rollout.prompts_per_step", size["rollout.prompts_per_step"]), config.rollout.group_size
+    steps = choose("train.steps", size["train.steps"])
+    every = choose("evaluation.every", min(10, max(1, steps // 4)))  # a short run has a curve too
+    weights = parameter_count(model)
+    (dtype, why), (rate, reason) = processes.fast_dtype(), _rate(weights, adapters=bool(config.model.lora.rank))
+    dtype, rate = choose("model.compute_dtype", dtype), choose("optimizer.learning_rate", rate)
+    row = choose("train.packed_length", max(prompt + longest, min(prompt + group * longest, _ROW)))
+    if on_cpu:
+        choose("rollout.slots", min(prompts * group, 128))
+        micro, devices = min(max(1, _CPU_TOKENS // row), prompts * group), jax.device_count()
+        choose("train.microbatch_size", -(-micro // devices) * devices)
+        choose("model.remat", "none")
+        choose("checkpoint.every", 1)  # a step may outlast the time that a signal leaves
+    final = with_method(config)
+    shaped = "with" if final.rewards.overlong_shaping else "without"
+    inside = "as they are" if tokenizer.chat is None else "inside the model's chat template"
+    within = f"{sum(n <= prompt for n in lengths)} of {len(lengths)} rows (longest {max(lengths)})"
+    why, reason = why * ("model.compute_dtype" in kept), reason * ("optimizer.learning_rate" in kept)
+    lines = [
+        f"model: {config.model.path}, {weights / 1e6:,.3g} million weights  [model.path]",
+        f"numbers: {dtype}{why}  [model.compute_dtype]",
+        f"prompts: {inside}; at most {prompt} tokens, {within}  [task.template, task.max_prompt_tokens]",
+        f"completions: at most {longest} tokens, stop token included  [rollout.max_tokens]",
+        f"reward: {final.rewards.parts.replace(':1.0', '')}, {shaped} overlong shaping  [rewards.overlong_shaping]",
+        f"right, for accuracy: a score above {config.rewards.right_above}  [rewards.right_above]",
+        f"method: {config.method}, KL coefficient {shown(final.loss.kl_coef or 0.0)}  [method, loss.kl_coef]",
+        f"learning rate: {shown(rate)}{reason}  [optimizer.learning_rate]",
+        f"a step: {prompts} prompts x {group} completions  [rollout.prompts_per_step, rollout.group_size]",
+        f"length: {steps} steps, the first compiles; an evaluation every {every}  [train.steps, evaluation.every]",
+    ]
+    return Fitted(kept, [f"  {line}" for line in lines])
 
 
-def split_rows(rows: Sequence[Mapping[str, Any]], most: int) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """(rows to train on, rows to evaluate on), both in order. A tenth is for evaluation, spread evenly, at least 1 and
-    at most `most`. Raises ValueError for fewer than two rows.
+def _rate(weights: int, *, adapters: bool) -> tuple[float, str]:
+    """A learning rate for a pretrained model, with one digit, and the reason. At 3e-5 in place of 1e-5 SmolLM2-135M
+    learned sums in six steps, and lost some of them again in six more.
     """
-    if len(rows) < 2:
-        raise ValueError("data has one row, and one at least is held out: give held_out=[…] too")
-    count = max(1, min(len(rows) // 10, most))
-    chosen = {i * len(rows) // count for i in range(count)}
-    return [row for i, row in enumerate(rows) if i not in chosen], [rows[i] for i in sorted(chosen)]
-
-
-def _json_line(number: int, row: Any) -> str:
-    if not isinstance(row, Mapping):
-        raise ValueError(f"row {number}: expected a dict, got {type(row).__name__}")
-    for name, value in row.items():
-        try:
-            json.dumps({name: value}, default=_plain)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"row {number}, {name!r}: {error}; leave this column out") from error
-    return json.dumps(dict(row), ensure_ascii=False, default=_plain)
-
-
-def _plain(value: Any) -> Any:
-    """A number or an array of numpy as JSON has it."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"a value of the type {type(value).__name__} is no JSON")
+    rate = min(max(1e-6 * (4e9 / weights) ** (2 / 3), 1e-6), _LARGEST_RATE)
+    reason = ", because 4 billion weights learn at 1e-6 (the paper), 0.135 at 1e-5; the power -2/3 of the size has both"
+    if adapters:
+        rate, reason = rate * _ADAPTERS, f"{reason}; {_ADAPTERS} times as much for adapters"
+    return float(f"{rate:.0e}"), reason

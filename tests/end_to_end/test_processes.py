@@ -215,7 +215,7 @@ COMPILING = """
 import collections
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from rpg_jax.runs import joining
+from rpg_jax.parallel import joining
 
 seen = collections.Counter()
 jax.monitoring.register_event_listener(lambda event, **_: seen.update([event.rpartition("/")[2]]))

@@ -2,12 +2,15 @@
 
 import json
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 
 from configs import base, tiny
-from rpg_jax.runs.problems import Task
+from rpg_jax import data
+from rpg_jax.runs.problems import Task, listed_rows, split_rows, write_rows
 
 
 @pytest.fixture
@@ -187,3 +190,48 @@ def test_a_class_of_ones_own_makes_the_problems_and_the_demonstrations(tmp_path,
         config.task.name = name
         with pytest.raises(ValueError, match=error):
             Task.from_config(config)
+
+
+HANDED = [{"question": f"{i}+1", "answer": i + 1} for i in range(30)]
+
+
+def test_equal_rows_are_one_file_that_is_read_as_any_other(tmp_path):
+    file = write_rows(HANDED, str(tmp_path))
+    again = write_rows([{**row, "answer": np.int64(row["answer"])} for row in HANDED], str(tmp_path))
+    assert file == again and write_rows(HANDED[1:], str(tmp_path)) != file
+    assert [p.answer for p in data.load(file)[0]] == [str(i + 1) for i in range(30)]
+    assert json.loads(Path(file).read_text(encoding="utf-8").splitlines()[2]) == HANDED[2]
+
+
+def test_a_tenth_is_held_out_and_never_more_than_is_evaluated():
+    train, held_out = split_rows(HANDED, 256)
+    assert [row["answer"] for row in held_out] == [1, 11, 21]
+    assert len(train) == 27 and not any(row in train for row in held_out)
+    assert len(split_rows(HANDED, 2)[1]) == 2
+    assert split_rows(HANDED[:2], 256) == (HANDED[1:2], HANDED[:1])
+
+
+def test_what_no_row_can_be_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"data has the splits \['train', 'test'\]: give the rows of one, as data"):
+        listed_rows({"train": HANDED, "test": HANDED}, "data")
+    with pytest.raises(ValueError, match="data has no rows"):
+        listed_rows(iter([]), "data")
+    with pytest.raises(ValueError, match="data has no rows"):
+        listed_rows({}, "data")
+    with pytest.raises(ValueError, match="data=3: give dicts in a list or an iterator"):
+        listed_rows(3, "data")
+    with pytest.raises(ValueError, match="row 1, 'image': a value of the type bytes is no JSON; leave this column out"):
+        write_rows([HANDED[0], {**HANDED[1], "image": b""}], str(tmp_path))
+    with pytest.raises(ValueError, match="row 0: expected a dict, got str"):
+        write_rows(["1+1"], str(tmp_path))
+    with pytest.raises(ValueError, match="data has one row, and one at least is held out"):
+        split_rows(HANDED[:1], 256)
+
+
+def test_rows_that_somebody_has_edited_are_written_again(tmp_path):
+    """The name of the file is the digest of the rows: a run on the same rows would else train on the edited ones."""
+    rows = [{"question": "1+1=", "answer": "2"}]
+    file = Path(write_rows(rows, str(tmp_path)))
+    before = file.read_text(encoding="utf-8")
+    file.write_text(before.replace('"2"', '"3"'), encoding="utf-8")
+    assert write_rows(rows, str(tmp_path)) == str(file) and file.read_text(encoding="utf-8") == before

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rpg_jax.runs import joining
+from rpg_jax.parallel import joining
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ def test_one_process_that_fails_has_nobody_to_tell(monkeypatch):
 
 SETS_UP = """
 import time
-from rpg_jax.runs import joining
+from rpg_jax.parallel import joining
 joining.initialize(joining.settings())
 print("joined", flush=True)
 time.sleep(60)
