@@ -28,7 +28,7 @@ _LEAST_B1 = 0.1  # the smallest b1 of Schedule-Free
 
 
 class Optimizer(NamedTuple):
-    """An optax transformation, whose `update` treats every element by itself: `apply_by_layer` runs it layer by layer.
+    """An optax transformation, whose `update` treats every element by itself: `apply_update` may run it layer by layer.
 
     Attributes:
       init: params -> the optimizer's state.
@@ -179,10 +179,11 @@ Update = Callable[..., tuple[Any, Any]]
 _STACK = "layers"  # the entry of a tree whose arrays are [L, ...]
 
 
-def apply_by_layer(
+def apply_update(
     update: Update, grads: Any, opt_state: Any, params: Any, *, scale: jax.Array, where: jax.Array
 ) -> tuple[Any, Any]:
-    """Weights and optimizer state after `update` with the gradient scale · grads, each leaf in its own dtype.
+    """Weights and optimizer state after `update` with the gradient scale · grads, each leaf in its own dtype. Stacked
+    layers take turns, so that f32 temporaries are of one layer. On CPUs they do not: each turn would copy every stack.
 
     Args:
       update: of an optax transformation that treats every element by itself; the caller computes norms.
@@ -200,6 +201,12 @@ def apply_by_layer(
 
     if not _is_stacked(params):
         return updated(grads, opt_state, params)
+    by_layer = functools.partial(_by_layer, updated)
+    return lax.platform_dependent(grads, opt_state, params, cpu=updated, default=by_layer)
+
+
+def _by_layer(updated: Update, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
+    """`updated` of trees with stacked layers, one layer after another."""
     treedef: Any
     leaves, treedef = jax.tree.flatten(opt_state, is_leaf=_is_stacked)
     slots = [leaf[_STACK] for leaf in leaves if _is_stacked(leaf)]

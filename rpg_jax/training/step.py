@@ -25,7 +25,7 @@ from rpg_jax.training.critic import Critic, CriticState
 from rpg_jax.training.heartbeat import beat
 from rpg_jax.training.measures import sampler_gap, sum_and_weight
 from rpg_jax.training.objective import Objective, supervised_loss
-from rpg_jax.training.optimizer import Optimizer, apply_by_layer
+from rpg_jax.training.optimizer import Optimizer, apply_update
 from rpg_jax.training.policy_logprobs import completion_hidden, head_arguments, policy_logprobs
 from rpg_jax.training.state import TrainState, in_device_memory
 from rpg_jax.types import Batch, Rows
@@ -336,7 +336,7 @@ def apply_gradients(
     def stepped(optimizer, grads, norm, opt_state, params):
         clip = jnp.minimum(1.0, optimizer.max_grad_norm / jnp.maximum(norm, 1e-30))
         opt_state = in_device_memory(opt_state)
-        return apply_by_layer(optimizer.update, grads, opt_state, params, scale=clip / weight, where=finite)
+        return apply_update(optimizer.update, grads, opt_state, params, scale=clip / weight, where=finite)
 
     one = jnp.ones(())
     metrics = {

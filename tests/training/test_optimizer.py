@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from rpg_jax.training.optimizer import make_optimizer, matrices
+from rpg_jax.training.optimizer import NAMES, _by_layer, apply_update, make_optimizer, matrices
 from rpg_jax.types import Count
 
 RATE = 0.6
@@ -170,3 +170,48 @@ def test_counts_are_written_with_their_unit_and_a_count_without_one_is_refused()
     for text in ("10", "steps", "-1 steps", "10 epochs", "1.5 steps", ""):
         with pytest.raises(ValueError, match=f"optimizer.warmup='{text}' must be a number with its unit: '10 steps'"):
             Count.parse(text, "optimizer.warmup")
+
+
+RATED = {"scale": jnp.float32(0.5), "where": jnp.bool_(True)}
+
+
+def drawn(seed):
+    """A tree of weights or gradients with three stacked layers."""
+    draw = np.random.default_rng(seed)
+    stacks = {"w": draw.normal(size=(3, 8, 4)), "scale": draw.normal(size=(3, 4))}
+    return jax.tree.map(jnp.float32, {"layers": stacks, "embed": draw.normal(size=(6, 4))})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_that_take_turns_have_the_update_of_all_layers_together(name):
+    numbers = dict(b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, max_grad_norm=1.0, warmup=Count(1, "updates"))
+    update = make_optimizer(name, learning_rate=RATE, updates_per_step=1, **numbers)
+
+    def together(grads, state, params):
+        return apply_update(update.update, grads, state, params, **RATED)
+
+    def in_turn(grads, state, params):
+        def updated(grads, state, params):
+            changes, after = update.update(jax.tree.map(lambda g: g * 0.5, grads), state, params)
+            return optax.apply_updates(params, changes), after
+
+        return _by_layer(updated, grads, state, params)
+
+    found = []
+    for step in map(jax.jit, (together, in_turn)):
+        params = drawn(0)
+        state = update.init(params)
+        for number in (1, 2):
+            params, state = step(drawn(number), state, params)
+        found.append(jax.tree.leaves((params, state)))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=2e-6)  # fused otherwise; an ulp of 12 is 1e-6
+
+
+def test_layers_take_turns_on_tpus_and_gpus_and_not_on_cpus():
+    update, params = optax.sgd(RATE), drawn(0)
+    traced = jax.jit(lambda *trees: apply_update(update.update, *trees, **RATED)).trace(
+        params, update.init(params), params
+    )
+    loops = {name: "while" in traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "tpu", "cuda")}
+    assert loops == {"cpu": False, "tpu": True, "cuda": True}
