@@ -23,7 +23,7 @@ from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import read_metrics
 from rpg_jax.runs import cli, config_files, processes, reinforcement, run_folder
 from rpg_jax.runs.policy import Policy
-from rpg_jax.runs.problems import Rows, listed_rows, split_rows, write_rows
+from rpg_jax.runs.problems import Row, Rows, listed_rows, split_rows, write_rows
 from rpg_jax.runs.resolve import with_method
 from rpg_jax.runs.run_names import shown
 
@@ -271,20 +271,27 @@ def _task(config: ConfigDict, data: Rows | None, held_out: Any) -> dict[str, Any
     """The fields of a task whose problems are `data` and `held_out`."""
     if data is None:
         raise ValueError("held_out=[…] needs data=[…] to train on")
-    train = listed_rows(data, "data")
+    train = _listed(config, data, "data")
     if held_out is None:
         train, held_out = split_rows(train, config.evaluation.problems)
     sets = held_out if isinstance(held_out, Mapping) else {"held out": held_out}
     if strange := [name for name in sets if set(name) & set(",=")]:
         raise ValueError(f"held_out: the name of a set has no comma and no equals sign, got {strange[0]!r}")
-    written = {
-        name: write_rows(listed_rows(rows, f"held_out[{name!r}]"), config.run.dir) for name, rows in sets.items()
-    }
+    listed = {name: _listed(config, rows, f"held_out[{name!r}]") for name, rows in sets.items()}
+    written = {name: write_rows(rows, config.run.dir) for name, rows in listed.items()}
     return {
         "task.name": "files",
         "task.train": write_rows(train, config.run.dir),
         "task.held_out_sets": ",".join(f"{name}={file}" for name, file in written.items()),
     }
+
+
+def _listed(config: ConfigDict, rows: Rows, name: str) -> list[Row]:
+    """The rows of an argument. A bad row of a file is an error that names this file, and not the copy in `run.dir`."""
+    found = listed_rows(rows, name)
+    if isinstance(rows, str | PathLike):
+        load(fspath(rows), template=config.task.template, bad_rows=config.task.bad_rows)
+    return found
 
 
 def _refuse(overrides: Mapping[str, Any], argument: str, *fields: str) -> None:

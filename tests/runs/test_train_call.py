@@ -122,6 +122,15 @@ def test_the_command_takes_a_file_of_rows_and_a_function_in_a_file(tmp_path, mon
     assert train_command.main([f"--model={MODEL}", "--data=none.jsonl", arguments[1]]) == 2
 
 
+def test_a_bad_row_is_named_by_the_users_file_and_its_line_there(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*ROWS[:2], {"text": "1+1="}, *ROWS]), encoding="utf-8")
+    of = {"model": MODEL} | NOTHING | {"data": str(file)}
+    with pytest.raises(ValueError, match=r"1 of 28 rows are bad[^\n]*\n  .*mine\.jsonl, line 3: none of \['question'"):
+        prepared(None, {"run.dir": str(tmp_path)}, **of)
+    assert prepared(None, {"run.dir": str(tmp_path), "task.bad_rows": "skip"}, **of)[0].task.train
+
+
 def test_what_is_missing_is_named(tmp_path, capsys):
     with pytest.raises(ValueError, match="which model"):
         rpg_jax.train(data=ROWS, reward=short)
