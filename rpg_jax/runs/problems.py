@@ -74,10 +74,12 @@ class Task:
         if name not in GENERATED and ":" not in name:
             raise ValueError(f"unknown task.name {name!r}; known: {', '.join([*GENERATED, 'files', 'module:Class'])}")
         task = GENERATED.get(name, _own)(config)
-        own = _demonstrations(config, task.held_out) if train and config.warm_start.enabled else None
+        notes = [*task.notes]
+        own = _demonstrations(config, task.held_out, notes) if train and config.warm_start.enabled else None
         if own is None:
             return task
-        return dataclasses.replace(task, texts=[*task.texts, *_texts(own)], examples=_shown, demonstrated=own)
+        texts = [*task.texts, *_texts(own)]
+        return dataclasses.replace(task, texts=texts, notes=notes, examples=_shown, demonstrated=own)
 
     def with_answers(self, config: ConfigDict) -> Task:
         """A copy without problems that have no answer, if the config's rewards need answers; else the task itself.
@@ -226,32 +228,34 @@ def _files(config: ConfigDict, train: bool, held_out: bool) -> Task:
     t = config.task
     if (train and not t.train) or (held_out and not t.held_out_sets):
         raise ValueError('task.name="files" needs task.train=SOURCE[,SOURCE] and task.held_out_sets=NAME=SOURCE[,...]')
-    options = _options(config)
+    notes: list[str] = []
     sets = {}
     for entry in listed(t.held_out_sets) if held_out else ():
         name, separator, source = entry.partition("=")
         if not separator:
             raise ValueError(f"task.held_out_sets: {entry!r} is not of the form NAME=SOURCE")
-        sets[name] = data.load(source, seed=_HELD_OUT_SEED, **options)[0]
+        sets[name] = _loaded(config, name, [source], notes, seed=_HELD_OUT_SEED)
     problems: list[data.Problem] = []
     shown: list[data.Problem] = []
-    notes: list[str] = []
     if train:
-        problems, notes = _without(sets, data.load(listed(t.train), seed=config.seed, **options)[0])
+        problems, lost = _without(sets, _loaded(config, "train", listed(t.train), notes, seed=config.seed))
+        notes += lost
         if config.warm_start.enabled:
-            own = _demonstrations(config, sets)
+            own = _demonstrations(config, sets, notes)
             shown = [p for p in problems if p.demonstrations] if own is None else own
     first, cuts = cut(sets, config.evaluation.problems)
     everything = [*problems, *shown, *(p for each in first.values() for p in each)]
     return Task(problems, first, _texts(everything), [*notes, *cuts], demonstrated=shown)
 
 
-def _demonstrations(config: ConfigDict, sets: Mapping[str, Sequence[data.Problem]]) -> list[data.Problem] | None:
+def _demonstrations(
+    config: ConfigDict, sets: Mapping[str, Sequence[data.Problem]], notes: list[str]
+) -> list[data.Problem] | None:
     """The problems of `warm_start.train` that have demonstrations; None if `warm_start.train` is not set."""
     sources = config.warm_start.train
     if not sources:
         return None
-    problems, _ = _without(sets, data.load(listed(sources), seed=config.seed, **_options(config))[0])
+    problems, _ = _without(sets, _loaded(config, "demonstrations", listed(sources), notes, seed=config.seed))
     shown = [p for p in problems if p.demonstrations]
     if not shown:
         raise ValueError(
@@ -261,11 +265,14 @@ def _demonstrations(config: ConfigDict, sets: Mapping[str, Sequence[data.Problem
     return shown
 
 
-def _options(config: ConfigDict) -> dict[str, Any]:
-    """The arguments of `data.load`."""
+def _loaded(config: ConfigDict, name: str, sources: list[str], notes: list[str], *, seed: int) -> list[data.Problem]:
+    """The problems of sources. If bad rows are left out, `notes` get a line on these rows of the split `name`."""
     t = config.task
     counted = {"count": t.generated} if t.generated else {}
-    return {"bad_rows": t.bad_rows, "template": t.template, **counted}
+    problems, report = data.load(sources, bad_rows=t.bad_rows, template=t.template, seed=seed, **counted)
+    if bad := report.bad:
+        notes.append(f"{name}: {len(bad)} of {report.rows} rows are bad and left out, the first is {bad[0]}")
+    return problems
 
 
 def _texts(problems: Iterable[data.Problem]) -> list[str]:

@@ -68,6 +68,23 @@ def test_training_problems_of_a_held_out_set_are_left_out_even_where_the_set_is_
     assert Task.from_config(config, train=False).notes == []
 
 
+def test_bad_rows_that_are_left_out_are_counted_and_the_first_is_named(tmp_path):
+    rows = {
+        "train": ['{"question": "a", "answer": "1"}', '{"text": "b"}', "{"],
+        "held": ['{"question": "c", "answer": "3"}', '{"x": 1}'],
+    }
+    for name, lines in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    config = base.get_config()
+    config.task.name, config.task.bad_rows = "files", "skip"
+    config.task.train, config.task.held_out_sets = str(tmp_path / "train.jsonl"), f"H={tmp_path / 'held.jsonl'}"
+    held, train = Task.from_config(config).notes
+    assert held.startswith(
+        f"H: 1 of 2 rows are bad and left out, the first is {tmp_path / 'held.jsonl'}, line 2: none of"
+    )
+    assert train.startswith(f"train: 2 of 3 rows are bad and left out, the first is {tmp_path / 'train.jsonl'}, line 2")
+
+
 def test_notes_on_cut_sets_come_before_those_on_long_prompts(tmp_path):
     config = files(train=written(tmp_path / "t.jsonl", ["a", "b" * 99]), template="none", max_prompt_tokens=9)
     config.task.held_out_sets = f"A={written(tmp_path / 'a.jsonl', (7, 20))}"
