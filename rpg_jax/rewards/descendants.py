@@ -71,7 +71,10 @@ def _watch(child: int, trainer: int, namespace: bool) -> NoReturn:
         received = signal.sigtimedwait({signal.SIGCHLD, END}, _LOOK_S)
         if received is not None and received.si_signo == END:
             break
-        code = _reap(child)
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == child:
+                    code = _exit_code(ended[1])
     if namespace and code is None:
         os.kill(child, signal.SIGKILL)  # process 1 of the namespace: its end ends all the others
     while True:
@@ -81,15 +84,6 @@ def _watch(child: int, trainer: int, namespace: bool) -> NoReturn:
             os.wait()  # the children of a process that has ended are now this process's
         except ChildProcessError:
             os._exit(128 + signal.SIGKILL if code is None else code)
-
-
-def _reap(child: int) -> int | None:
-    """The exit code of the child; None if the child still runs. Does not wait."""
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if ended[0] == child:
-                return _exit_code(ended[1])
-    return None
 
 
 def _children() -> list[int]:

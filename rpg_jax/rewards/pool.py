@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import selectors
@@ -57,11 +56,13 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
     ):
         self.counts: collections.Counter[str] = collections.Counter()
         self._functions = {path: [*functions[path]] for path in sorted(functions)}
-        self._made = {path: dict(options) for path, options in made.items()}
+        made = {path: dict(options) for path, options in made.items()}
+        seconds = {"startup_s": STARTUP_S, "deadline_s": deadline_s}
+        self._setup = json.dumps({"functions": self._functions, "made": made, **seconds})
         self._deadline_s, self._recycle_after = deadline_s, recycle_after
         self._lock = threading.Lock()
         self._lost: collections.Counter[int] = collections.Counter()  # processes that ended before they were ready
-        self._processes = [self._spawn() for _ in range(size or min(8, os.cpu_count() or 1))]
+        self._processes = [_Process(self._setup) for _ in range(size or min(8, os.cpu_count() or 1))]
 
     def run(self, tasks: Sequence[Task]) -> list[Verdict]:
         """Waits for the tasks, and returns one verdict per task in their order. Threads that call at once take turns.
@@ -103,7 +104,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         for i, process in enumerate(self._processes):
             if process.task_id is not None:  # an earlier call was interrupted
                 self._replace(i, "rebuilt")
-        waiting = _Waiting(tasks, len(self._processes))
+        waiting = collections.deque(range(len(tasks)))
         verdicts: list[Verdict | None] = [None] * len(tasks)
         unfinished = len(tasks)
         while unfinished:
@@ -114,17 +115,20 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
                     if process.unusable():  # it failed while idle, so the next task is not to blame
                         self._replace(i, "rebuilt")
                         continue
-                    task_id = waiting.pop(i)
+                    task_id = waiting.popleft()
                     process.send(task_id, tasks[task_id], self._deadline_s)
                 finished = process.task_id
                 verdict = self._poll(i)
-                if verdict is None:
+                if verdict is None or finished is None:  # it works, or loads
                     continue
-                if finished is not None:
-                    verdicts[finished] = verdict
-                    unfinished -= 1
-                    self.counts["done"] += 1
-                self._account(i, verdict)
+                verdicts[finished] = verdict
+                unfinished -= 1
+                self._lost[i] = 0
+                self.counts.update(filter(None, ("done", verdict.error)))
+                if verdict.error in ("timeout", "crash", "memory", "forbidden"):  # it is dead or suspect
+                    self._replace(i, "rebuilt")
+                elif process.tasks_done >= self._recycle_after:
+                    self._replace(i, "recycled")
             self._wait()
         return verdicts  # type: ignore[return-value]
 
@@ -142,20 +146,10 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
                 "smaller --config.rewards.workers; python -m rpg_jax.rewards.verifier_process shows other errors"
             ) from None
 
-    def _account(self, i: int, verdict: Verdict) -> None:
-        """Counts an error, and replaces the process if it is dead, suspect or old."""
-        process, self._lost[i] = self._processes[i], 0
-        if verdict.error is not None:
-            self.counts[verdict.error] += 1
-        if verdict.error in ("timeout", "crash", "memory", "forbidden"):
-            self._replace(i, "rebuilt")
-        elif process.tasks_done >= self._recycle_after:
-            self._replace(i, "recycled")
-
     def _replace(self, i: int, reason: str) -> None:
         self.counts[reason] += 1
         self._processes[i].kill()
-        self._processes[i] = self._spawn()
+        self._processes[i] = _Process(self._setup)
 
     def _wait(self) -> None:
         """Sleeps until a pipe is ready or the nearest deadline passes."""
@@ -169,31 +163,6 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
             if selector.get_map():
                 nearest = min(p.deadline for p in self._processes if not p.ready or p.task_id is not None)
                 selector.select(max(0.0, nearest - time.monotonic()))
-
-    def _spawn(self) -> _Process:
-        seconds = {"startup_s": STARTUP_S, "deadline_s": self._deadline_s}
-        return _Process(json.dumps({"functions": self._functions, "made": self._made, **seconds}))
-
-
-class _Waiting:
-    """The tasks that wait for a process. Neighbours with one reference go to one process, which parses it once."""
-
-    def __init__(self, tasks: Sequence[Task], processes: int):
-        runs = itertools.groupby(range(len(tasks)), lambda i: tasks[i].arguments[1:])
-        self._runs = collections.deque(collections.deque(run) for _, run in runs)
-        self._own: list[collections.deque[int]] = [collections.deque() for _ in range(processes)]
-        self._left = len(tasks)
-
-    def __bool__(self) -> bool:
-        return self._left > 0
-
-    def pop(self, process: int) -> int:
-        self._left -= 1
-        if not self._own[process] and self._runs:
-            self._own[process] = self._runs.popleft()
-        if self._own[process]:
-            return self._own[process].popleft()
-        return max(self._own, key=len).pop()  # helps the process with most to do
 
 
 class _Lost(Exception):

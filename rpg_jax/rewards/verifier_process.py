@@ -15,7 +15,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from rpg_jax.rewards import descendants
@@ -49,7 +49,11 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     try:
         made = {path: load(path, "environment")(**options) for path, options in setup["made"].items()}
-        functions = {path: load_function(path, names, made) for path, names in setup["functions"].items()}
+        functions = {}
+        for path, arguments in setup["functions"].items():
+            owner, _, method = path.rpartition(".")
+            function = getattr(made[owner], method) if owner in made else load(path, "reward")
+            functions[path] = function, check_call(function, path, arguments)  # a reward may leave out the prompt
     except Exception as error:
         _write(verdicts, {"failed": str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"})
         return
@@ -66,16 +70,6 @@ def main() -> None:
             os._exit(1)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _write(verdicts, {"id": task["id"], **verdict})
-
-
-def load_function(path: str, arguments: Sequence[str], made: Mapping[str, Any]) -> tuple[Callable[..., Any], int]:
-    """Returns (function, the number of `arguments` that it is called with). `path` is "module:function", which is
-    imported, or "module:Class.method", a method of the object of this class in `made`. `arguments` are names; a reward
-    function may leave out the last one, the prompt. Raises ValueError if the path has another form, there is no such
-    function, or the function does not take `arguments`."""
-    owner, _, method = path.rpartition(".")
-    function = getattr(made[owner], method) if owner in made else load(path, "reward")
-    return function, check_call(function, path, arguments)
 
 
 def _judge(function: Callable[..., Any], task: dict[str, Any]) -> dict[str, Any]:
