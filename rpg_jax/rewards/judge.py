@@ -138,9 +138,6 @@ class Judge:
     """Asks a server for verdicts. Several threads may use one judge, which remembers its last 100,000 scores.
 
     The environment variable JUDGE_API_KEY, if set, is sent as a bearer token. `sleep` waits between two attempts.
-
-    Attributes:
-      counts: the numbers of "requests", "retries", and items whose score was "known" already.
     """
 
     def __init__(self, server: Server, *, sleep: Callable[[float], None] = time.sleep):
@@ -148,7 +145,6 @@ class Judge:
         self._threads = ThreadPoolExecutor(server.parallel, "judge")
         self._known: collections.OrderedDict[Item, float] = collections.OrderedDict()
         self._lock = threading.Lock()
-        self.counts: collections.Counter[str] = collections.Counter()
         path = "" if server.kind == "score" or str(server.url).endswith("/chat/completions") else "/chat/completions"
         self._url = f"{str(server.url).rstrip('/')}{path}"
 
@@ -158,7 +154,6 @@ class Judge:
         remembered: a later call asks again about a failure."""
         with self._lock:
             verdicts = {item: Verdict(self._known[item]) for item in set(items) if item in self._known}
-        self._count("known", sum(item in verdicts for item in items))
         new = [item for item in dict.fromkeys(items) if item not in verdicts]
         size = self.server.batch if self.server.kind == "score" else 1
         batches = [new[i : i + size] for i in range(0, len(new), size)]
@@ -174,10 +169,6 @@ class Judge:
         """Cancels requests that have not begun, and does not wait for the others. New items are an error now."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _count(self, name: str, more: int = 1) -> None:
-        with self._lock:
-            self.counts[name] += more
-
     def _judged(self, batch: Sequence[Item]) -> list[Verdict]:
         """Sends one request and returns its verdicts. If a failure may pass, sends again after ever longer pauses."""
         deadline, attempt = time.monotonic() + self.server.deadline_seconds, 0
@@ -189,7 +180,6 @@ class Judge:
                 pause = max(error.after, 0.25 * 2**attempt * random.uniform(0.5, 1.5))
                 if not error.again or attempt >= ATTEMPTS or time.monotonic() + pause > deadline:
                     return [Verdict(None, error.kind, str(error)[:200])] * len(batch)
-            self._count("retries")
             self._sleep(pause)
 
     def _reply(self, body: dict[str, Any], deadline: float) -> Any:
@@ -198,7 +188,6 @@ class Judge:
         if key := os.environ.get(KEY_VARIABLE, "").strip():
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
-        self._count("requests")
         content = b""
         try:
             with _OPENER.open(request, timeout=_left(deadline)) as reply:
