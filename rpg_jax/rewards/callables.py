@@ -210,29 +210,21 @@ class InProcess:
 
     def __init__(self, deadline_s: float):
         self._deadline_s = deadline_s
-        self._lock = threading.Lock()
-        self._background: Background | None = None
+        self._background = Background("rewards")  # one for all calls: a client's connections belong to their loop
 
     def verdicts(self, calls: Sequence[tuple[Callable[..., Any], Task]]) -> list[Verdict]:
         """Calls each function with its task's arguments and options, waits, and returns the verdicts in their order. An
         exception of a function becomes a verdict with an error. A call cancelled at the deadline is a "timeout"."""
-        awaited = [i for i, (function, _) in enumerate(calls) if is_async(function)]
-        begun = {i: self.submit(*calls[i]) for i in awaited}
-        found = {i: future.result() for i, future in begun.items()}
-        return [found[i] if i in found else _called(*call) for i, call in enumerate(calls)]
+        begun = [self.submit(*call) if is_async(call[0]) else None for call in calls]
+        return [future.result() if future else _called(*call) for call, future in zip(calls, begun, strict=True)]
 
     def close(self) -> None:
-        """Cancels the async calls that still run, and ends their thread. A later call starts a new thread."""
-        if self._background is not None:
-            self._background.close()
-            self._background = None
+        """Cancels the async calls that still run, and ends their thread. No async call may follow."""
+        self._background.close()
 
     def submit(self, function: Callable[..., Any], task: Task) -> Future[Verdict]:
         """Begins the call of an async function, and returns its verdict as a future. Any thread may call this."""
-        with self._lock:
-            if self._background is None:  # one for all calls: a client's connections belong to their loop
-                self._background = Background("rewards")
-            return self._background.begin(_awaited(function, task, self._deadline_s))
+        return self._background.begin(_awaited(function, task, self._deadline_s))
 
 
 def _called(function: Callable[..., Any], task: Task) -> Verdict:
