@@ -251,19 +251,22 @@ def merge_equal_answers(problems: Sequence[Sequence[Read | None]], equal: Equal)
     answers = [_Answers(own) for own in problems]
     for apart in range(1, MOST_COMPARED):
         asked = [(own, *pair) for own in answers for pair in own.pairs(apart)]
-        for (own, i, j), verdict in zip(asked, equal([own.texts(i, j) for own, i, j in asked]), strict=True):
+        for (own, i, j), verdict in zip(asked, equal([(own.text[i], own.text[j]) for own, i, j in asked]), strict=True):
             own.note(i, j, verdict)
-    return [[own.spelling(read) for read in given] for own, given in zip(answers, problems, strict=True)]
+    return [
+        [own.group[read.answer] if read else None for read in given]
+        for own, given in zip(answers, problems, strict=True)
+    ]
 
 
 class _Answers:
     """The spellings of the answers to one problem, the most frequent first, and the groups of joined spellings."""
 
     def __init__(self, given: Sequence[Read | None]):
-        self._votes = collections.Counter(read.answer for read in given if read is not None)
-        self._text = {read.answer: read.text for read in reversed(given) if read is not None}
-        self._written = [answer for answer, _ in self._votes.most_common()]
-        self._group = {answer: answer for answer in self._written}  # named after its most frequent spelling
+        found = [read for read in given if read is not None]
+        self._written = [answer for answer, _ in collections.Counter(read.answer for read in found).most_common()]
+        self.text = {read.answer: read.text for read in reversed(found)}
+        self.group = {answer: answer for answer in self._written}  # named after its most frequent spelling
         self._failures: collections.Counter[str] = collections.Counter()
 
     def pairs(self, apart: int) -> list[tuple[str, str]]:
@@ -271,19 +274,13 @@ class _Answers:
         return [
             pair
             for pair in zip(compared, compared[apart:], strict=False)
-            if self._group[pair[0]] != self._group[pair[1]]
+            if self.group[pair[0]] != self.group[pair[1]]
             and max(self._failures[answer] for answer in pair) < _MOST_FAILURES
         ]
-
-    def texts(self, one: str, other: str) -> tuple[str, str]:
-        return self._text[one], self._text[other]
 
     def note(self, one: str, other: str, verdict: bool | None) -> None:
         if verdict is None:
             self._failures.update((one, other))
         elif verdict:
-            kept, gone = sorted((self._group[one], self._group[other]), key=self._written.index)
-            self._group = {answer: kept if group == gone else group for answer, group in self._group.items()}
-
-    def spelling(self, read: Read | None) -> str | None:
-        return None if read is None else self._group[read.answer]
+            kept, gone = sorted((self.group[one], self.group[other]), key=self._written.index)
+            self.group = {answer: kept if group == gone else group for answer, group in self.group.items()}
