@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from rpg_jax.environments.environment import Message, Posed, Turn
 from rpg_jax.rewards.callables import load
 from rpg_jax.rewards.expression import evaluate
-from rpg_jax.rewards.verifiers import BY_SOURCE, VERIFIERS, name_for_source, resolve
+from rpg_jax.rewards.verifiers import BY_SOURCE, ENVIRONMENT, JUDGE, VERIFIERS, name_for_source, resolve
 
 TOOLS = {"calculator": "rpg_jax.environments.tools:calculator"}
 _DEFAULT: Mapping[str, Mapping[str, Any]] = {"calculator": {}}
@@ -55,8 +55,8 @@ class ToolUse:
         self._tools = {tool.name: tool for tool in made}
         if len(self._tools) < len(made):
             raise ValueError(f"two tools have one name: {', '.join(tool.name for tool in made)}")
-        found = None if verifier == BY_SOURCE else resolve(verifier)
-        if verifier != BY_SOURCE and (found is None or found.remote or found.played):
+        found = None if verifier in (BY_SOURCE, JUDGE, ENVIRONMENT) else resolve(verifier)
+        if verifier != BY_SOURCE and found is None:
             raise ValueError(f"unknown verifier {verifier!r} of an answer; known: {', '.join([*VERIFIERS, BY_SOURCE])}")
         self._verifier, self._cost = found, float(cost)
 

@@ -227,14 +227,16 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             return np.array([total_reward(each) for each in played], np.float32), [each.error for each in played]
         named = self._named[name]
         verifiers = [named or VERIFIERS[name_for_source(p.source)] for p in problems]
-        verdicts = self._verdicts(verifiers, problems, texts, options)
+        if name == JUDGE:
+            assert self._judge is not None
+            verdicts = self._judge.run([(text, p.answer, p.prompt) for p, text in zip(problems, texts, strict=True)])
+        else:
+            verdicts = self._verdicts(verifiers, problems, texts, options)
         self._first[name].look(((p.prompt, p.answer) for p in problems), verdicts)
         scores = [f.wrong if v.score is None else v.score for f, v in zip(verifiers, verdicts, strict=True)]
         return np.array(scores, np.float32), [v.error for v in verdicts]
 
     def _verdicts(self, verifiers: Sequence[Verifier], problems, texts, options) -> list[Verdict]:
-        if self._judge is not None and verifiers and verifiers[0].remote:
-            return self._judge.run([(text, p.answer, p.prompt) for p, text in zip(problems, texts, strict=True)])
         tasks = [
             Task(f.path, (text, p.answer, p.prompt) if f.sees_prompt else (text, p.answer), options)
             for f, p, text in zip(verifiers, problems, texts, strict=True)

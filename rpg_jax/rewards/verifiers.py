@@ -90,9 +90,6 @@ class Verifier:
         its input. Other verifiers only compare strings, in a time that the length of their input bounds.
       wrong: score of a wrong answer, and of an answer on which the verifier fails.
       sees_prompt: the function also takes the prompt, as its third argument.
-      remote: no function is called. `judge.Judge` asks a server, and the options are the fields of `judge.Server`.
-      graded: scores say how good, not right or wrong. Such a verifier needs `rewards.right_above` to decide accuracy.
-      played: no function is called. The score is the sum of an environment's rewards for the turns.
       read, equal: "module:function" of two functions of the pool, which majority votes need where equal answers have no
         normal form. `read` takes a completion and returns {"answer": text or None}. `equal` takes two answers, and
         returns 1 if both are equal, else 0. "": `extraction.extract_answer` writes equal answers alike.
@@ -103,9 +100,6 @@ class Verifier:
     pooled: bool = False
     wrong: float = 0.0
     sees_prompt: bool = False
-    remote: bool = False
-    graded: bool = False
-    played: bool = False
     read: str = ""
     equal: str = ""
     function: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)
@@ -121,6 +115,9 @@ class Verifier:
 
 
 JUDGE, ENVIRONMENT = "judge", "environment"
+"""The two verifiers of which no function is called. The judge asks a server, and its options are the fields of
+`judge.Server`. Its scores say how good, so it needs `rewards.right_above` to decide accuracy. The environment's score
+is the sum of its rewards for the turns."""
 VERIFIERS = {
     "exact": Verifier("rpg_jax.rewards.extraction:exact"),
     "math_dapo": Verifier("rpg_jax.rewards.extraction:math_dapo", wrong=-1.0),
@@ -133,8 +130,8 @@ VERIFIERS = {
     ),
     "gsm8k": Verifier("rpg_jax.rewards.extraction:gsm8k"),
     "countdown": Verifier("rpg_jax.rewards.expression:countdown"),
-    JUDGE: Verifier("rpg_jax.rewards.judge:Judge", sees_prompt=True, remote=True, graded=True),
-    ENVIRONMENT: Verifier("rpg_jax.rewards.scorer:total_reward", sees_prompt=True, played=True),
+    JUDGE: Verifier("rpg_jax.rewards.judge:Judge", sees_prompt=True),
+    ENVIRONMENT: Verifier("rpg_jax.rewards.scorer:total_reward", sees_prompt=True),
 }
 
 BY_SOURCE = "by_source"
@@ -233,9 +230,8 @@ def check(
         raise ValueError(f"no verifier among {list(weights)}, so nothing measures accuracy: add one of {[*VERIFIERS]}")
     if accuracy is not None and (accuracy not in weights or not is_verifier(accuracy)):
         raise ValueError(f"rewards.accuracy={accuracy!r} must be a verifier among the rewards {[*weights]}")
-    deciding = resolve(name := deciding_part(weights, accuracy))
-    if right_above is None and deciding and deciding.graded:
-        raise ValueError(f"the reward {name!r} decides accuracy, and grades: {RIGHT_ABOVE}")
+    if right_above is None and deciding_part(weights, accuracy) == JUDGE:
+        raise ValueError(f"the reward {JUDGE!r} decides accuracy, and grades: {RIGHT_ABOVE}")
 
 
 def deciding_part(weights: Mapping[str, float], accuracy: str | None) -> str:
@@ -263,7 +259,7 @@ def _check_options(name: str, given: Mapping[str, Any]) -> None:
         raise ValueError(f"unknown reward {name!r}; known: {names}")
     if verifier and verifier.pooled:
         return  # only an import of foreign code can tell
-    if verifier and verifier.remote:
+    if name == JUDGE:
         Server(**given)
         return
     parameters = inspect.signature(verifier.load() if verifier else known[name]).parameters.values()
