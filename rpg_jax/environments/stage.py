@@ -24,7 +24,7 @@ from rpg_jax.environments.environment import (
 )
 from rpg_jax.rewards.callables import InProcess
 from rpg_jax.rewards.pool import WorkerPool
-from rpg_jax.rewards.verdicts import CHANCE, BadScore, FirstFailures, Task, Verdict
+from rpg_jax.rewards.verdicts import CHANCE, BadScore, FirstFailures, Task, Verdict, failure
 
 _WORKER = "rpg_jax.environments.environment:WorkerEnvironment"
 _WAITING = 64  # threads that wait for an environment in this process
@@ -90,7 +90,12 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
         [verdict] = self._ask([task])
         if verdict.error in CHANCE:
             [verdict] = self._ask([task])
-        verdict = verdict if verdict.value is None else _told(verdict.value)
+        if (value := verdict.value) is not None:
+            try:  # the turn is checked again: a worker process may lie
+                turn = Turn(value.get("observation", ""), value.get("reward", 0.0), value.get("done", False))
+                verdict = Verdict(None, value=checked_turn(turn))
+            except BadScore as error:
+                verdict = failure(error)
         self._first.look([problem.prompt_id], [verdict])
         return verdict
 
@@ -151,12 +156,3 @@ def _opened(name: str, problem: Problem, verdict: Verdict) -> Problem:
     except ValueError as error:
         raise ValueError(f"environment.name={name}: reset of {problem.prompt[:80]!r} failed: {error}") from error
     return dataclasses.replace(problem, messages=tuple(messages))
-
-
-def _told(value: dict[str, Any]) -> Verdict:
-    """The verdict on a turn that a worker process sent as JSON. The turn is checked again: the process may lie."""
-    try:
-        turn = Turn(value.get("observation", ""), value.get("reward", 0.0), value.get("done", False))
-        return Verdict(None, value=checked_turn(turn))
-    except BadScore as error:
-        return Verdict(None, "value", str(error))
