@@ -58,7 +58,7 @@ def test_results_that_come_together_are_columns(monkeypatch, capsys):
 
 def test_bench_refuses_what_it_does_not_know(capsys):
     for wrong, message in (
-        (["step", "--repeats=0"], "--repeats must be >= 1"),
+        (["step", "--repeats=0"], "--repeats: 0 must be at least 1"),
         (["step", "--beside=model.lora.rank"], "write FIELD=VALUE,FIELD=VALUE"),
         (["step", "--beside=model.lora.rnak=4"], "rnak"),
         (["step", "--preset=w1", "--config=configs/tiny.py"], "not both"),

@@ -71,14 +71,12 @@ class Case(NamedTuple):
 
 def arguments(parser: cli.Parser) -> None:
     """Adds the options of this command to its parser."""
-    parser.add_argument("--repeats", type=int, default=5, help="measured times of each (default 5)")
+    parser.add_argument("--repeats", type=cli.number(int, 1), default=5, help="measured times of each (default 5)")
 
 
 def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields the measurement of each kernel of this platform, a dict of fields. Progress goes to stderr. Raises
-    ValueError if --repeats is below 1, and in the end `cli.Ended` if some kernel failed or differs from XLA."""
-    if arguments.repeats < 1:
-        raise ValueError(f"--repeats must be >= 1, got {arguments.repeats}")
+    """Yields the measurement of each kernel of this platform, a dict of fields. Progress goes to stderr. In
+    the end raises `cli.Ended` if some kernel failed or differs from XLA."""
     wrong = []
     for case in cases(platform()):
         progress(f"{case.name} in {case.dtype}, {case.model}")

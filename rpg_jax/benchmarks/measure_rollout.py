@@ -21,7 +21,6 @@ import numpy as np
 from rpg_jax import models, rollout
 from rpg_jax.benchmarks.subject import PRESETS, Peer, Work, peak_bytes
 from rpg_jax.rollout import Request, Rollout
-from rpg_jax.rollout.schedule import Usage
 from rpg_jax.runs import cli
 from rpg_jax.types import Sampling
 
@@ -29,7 +28,7 @@ from rpg_jax.types import Sampling
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command to its parser."""
     parser.add_argument("--preset", choices=PRESETS, default="w1")
-    parser.add_argument("--repeats", type=int, default=5, help="timed rollouts per driver (default 5)")
+    parser.add_argument("--repeats", type=cli.number(int, 1), default=5, help="timed rollouts per driver (default 5)")
     parser.add_argument("--threads", type=int, default=1, help="that decode (default 1)")
 
 
@@ -37,9 +36,7 @@ def run(arguments: argparse.Namespace, peers: Mapping[str, Peer] = MappingProxyT
     """Yields one measurement, a dict: medians over --repeats for each driver of seconds and tokens/s, and its decode
     seconds, other seconds and slot occupancy. `peers`, by name, generate as many completions, in turn; they are closed.
     The fields of the first driver, `orchestrator` where JetStream is installed, have no prefix. `peak_bytes` is the
-    memory of this process. Raises ValueError if --repeats is below 1, or a peer made another number of tokens."""
-    if arguments.repeats < 1:
-        raise ValueError(f"--repeats must be >= 1, got {arguments.repeats}")
+    memory of this process. Raises ValueError if a peer made another number of tokens."""
     work = PRESETS[arguments.preset]
     if jax.default_backend() == "cpu":
         cli.keep_buffers()  # as a run does
@@ -51,7 +48,10 @@ def run(arguments: argparse.Namespace, peers: Mapping[str, Peer] = MappingProxyT
         for name, driver in drivers.items():
             seconds[name].append(_seconds(driver, work, repeat + 1))
         for name, peer in peers.items():
-            seconds[name].append(_seconds_of(peer, work.tokens))
+            answer = peer.work()
+            if answer["tokens"] != work.tokens:
+                raise ValueError(f"a peer made {answer['tokens']} tokens instead of {work.tokens}")
+            seconds[name].append(answer["seconds"])
     others = {name: statistics.median(seconds[name]) for name in peers}
     result: dict[str, Any] = {
         "preset": arguments.preset,
@@ -61,8 +61,17 @@ def run(arguments: argparse.Namespace, peers: Mapping[str, Peer] = MappingProxyT
         "threads": arguments.threads,
     }
     for name in drivers:
-        figures = _figures(work, first[name], seconds[name], usage[name], drivers[name].usage)
-        figures |= {f"of_{peer}": other / figures["seconds"] for peer, other in others.items()}
+        before, after, median = usage[name], drivers[name].usage, statistics.median(seconds[name])
+        decode = (after.decode_s - before.decode_s) / arguments.repeats
+        figures = {
+            "seconds": median,
+            "tokens_per_s": work.tokens / median,
+            "first_seconds": first[name],
+            "decode_seconds": decode,
+            "prefill_and_host_seconds": statistics.mean(seconds[name]) - decode,
+            "occupancy": (after.tokens - before.tokens) / ((after.steps - before.steps) * work.slots),
+            **{f"of_{peer}": other / median for peer, other in others.items()},
+        }
         prefix = "" if name == next(iter(drivers)) else f"{name}_"
         result |= {f"{prefix}{field}": value for field, value in figures.items()}
     result["peak_bytes"] = peak_bytes()
@@ -82,27 +91,6 @@ def _drivers(work: Work, threads: int) -> tuple[dict[str, Any], int]:
     there = [name for name in rollout.LOCAL_DRIVERS if rollout.find_driver(name) is rollout.DRIVERS[name]]
     drivers = {name: rollout.make_rollout(name, work.model, graphdef, params, how) for name in there}
     return drivers, sum(x.size for x in jax.tree.leaves(params))
-
-
-def _figures(work: Work, first: float, seconds: list[float], before: Usage, after: Usage) -> dict[str, float]:
-    """The fields of one driver, by the seconds of each rollout and the usage of slots before and after all rollouts."""
-    median = statistics.median(seconds)
-    decode = (after.decode_s - before.decode_s) / len(seconds)
-    return {
-        "seconds": median,
-        "tokens_per_s": work.tokens / median,
-        "first_seconds": first,
-        "decode_seconds": decode,
-        "prefill_and_host_seconds": statistics.mean(seconds) - decode,
-        "occupancy": (after.tokens - before.tokens) / ((after.steps - before.steps) * work.slots),
-    }
-
-
-def _seconds_of(peer: Peer, tokens: int) -> float:
-    answer = peer.work()
-    if answer["tokens"] != tokens:
-        raise ValueError(f"a peer made {answer['tokens']} tokens instead of {tokens}")
-    return answer["seconds"]
 
 
 def _seconds(driver: Rollout, work: Work, step: int) -> float:

@@ -45,7 +45,9 @@ from rpg_jax.training.step import Frozen
 def arguments(parser: cli.Parser) -> None:
     """Adds the options of this command to its parser."""
     subject.arguments(parser)
-    parser.add_argument("--repeats", type=int, default=7, help="timed updates of each setting (default 7)")
+    parser.add_argument(
+        "--repeats", type=cli.number(int, 1), default=7, help="timed updates of each setting (default 7)"
+    )
     parser.add_beside("another setting, as model.lora.rank=16 or model.lora.rank=4,model.remat=full; may be repeated")
 
 
@@ -54,9 +56,7 @@ def run(
 ) -> Iterator[list[dict[str, Any]]]:
     """Yields one list with the measurement of each setting, a dict of fields. Progress goes to stderr. `start_peer`
     starts another library on the first setting, whose updates take turns with ours, and is closed in the end. The field
-    `ratio` is our first median over the peer's. Raises ValueError if --repeats is below 1 or a setting is wrong."""
-    if arguments.repeats < 1:
-        raise ValueError(f"--repeats must be >= 1, got {arguments.repeats}")
+    `ratio` is our first median over the peer's. Raises ValueError if a setting is wrong."""
     settings = cli.settings(arguments.beside).items()
     subjects = {name: subject.chosen(arguments, changes=changes) for name, changes in settings}
     contenders: list[Contender] = []
@@ -117,7 +117,8 @@ class Contender:
         """The measurement over all updates, a dict of fields. `of`: the first column's median seconds; None for
         itself."""
         one, (ours, used) = self.one, zip(*self.times, strict=True)
-        layout, asked, seconds = one.layout, subject.asked_bytes(self.compiled), statistics.median(ours)
+        layout, seconds = one.layout, statistics.median(ours)
+        asked: Any = self.compiled.memory_analysis()
         trained, frozen, peak = bytes_on_a_device(one.learner.like.params), layout.abstract_base, subject.peak_flops()
         found: dict[str, Any] = {
             "bench": "step",
@@ -145,7 +146,10 @@ class Contender:
             found |= {"program_flops": costs.flops, "program_bytes": costs.bytes}
         return {
             **found,
-            **asked,
+            "arguments_bytes": asked.argument_size_in_bytes,
+            "temporaries_bytes": asked.temp_size_in_bytes,
+            "outputs_bytes": asked.output_size_in_bytes,
+            "in_place_bytes": asked.alias_size_in_bytes,
             "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use") or subject.peak_bytes(),
             "base_bytes": 0 if frozen is None else int(bytes_on_a_device(frozen)),
             "trained_bytes": int(trained),

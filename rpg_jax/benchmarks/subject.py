@@ -87,12 +87,6 @@ class Subject:
     learner: Learner
     programs: Programs
 
-    @classmethod
-    def of(cls, name: str, layout: Layout) -> Subject:
-        """The subject of a layout, with a learner that has no critic. No program is compiled yet."""
-        learner = make_learner(layout, supervised=True)  # without a learned baseline
-        return cls(name, layout, learner, learner_programs(layout, learner, base=layout.abstract_base))
-
     @property
     def shape(self) -> RowShape:
         """The shape of the micro-batch."""
@@ -125,23 +119,16 @@ class Subject:
         (rows, length, completion, *_), vocabulary = self.shape, self.layout.model.vocab_size
         prompt = length - min(completion, length - 1)
         rng = np.random.default_rng(0)
-        tokens = rng.integers(0, vocabulary, (rows, length), dtype=np.int32)
-        places = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
-        ones = np.ones_like(tokens)
-        near = np.full(tokens[:, prompt:].shape, -np.log(vocabulary), np.float32)
-        advantages = np.broadcast_to(rng.choice([-1, 1], (rows, 1)).astype(np.float32), near.shape)
+        tokens: Any = rng.integers(0, vocabulary, (rows, length), dtype=np.int32)
+        places: Any = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
+        ones, targets = np.ones_like(tokens), tokens[:, prompt:]
+        near: Any = np.full_like(targets, -np.log(vocabulary), np.float32)
+        advantages: Any = np.broadcast_to(rng.choice([-1, 1], (rows, 1)).astype(np.float32), near.shape)
         reference = near + rng.normal(0, 0.01, near.shape).astype(np.float32)
-        trained = {
-            "predictors": places[:, prompt - 1 : -1],
-            "targets": tokens[:, prompt:],
-            "completion_ids": ones[:, prompt:],
-            "mask": np.ones_like(near),
-        }
-        columns = {"sampler_logprobs": near, "behaviour_logprobs": near, "ref_logprobs": reference}
-        model = {"tokens": tokens, "positions": places, "segment_ids": ones}
-        placed = jax.device_put((model | trained, columns | {"advantages": advantages}), self.layout.row_sharding)
-        own, columns = placed
-        return Batch(rows=Rows(**own), **columns)
+        mask: Any = np.ones_like(near)
+        own = Rows(tokens, places, ones, places[:, prompt - 1 : -1], targets, ones[:, prompt:], mask)
+        batch = Batch(own, near, behaviour_logprobs=near, ref_logprobs=reference, advantages=advantages)
+        return jax.device_put(batch, self.layout.row_sharding)
 
 
 def _random(layout: Layout) -> Any:
@@ -157,11 +144,10 @@ def arguments(parser: cli.Parser) -> None:
     parser.add_config()
 
 
-def chosen(arguments: argparse.Namespace, devices: Sequence[Any] | None = None, changes: Sequence[str] = ()) -> Subject:
-    """The subject that the options choose, with the overrides `changes` ("--config.FIELD=VALUE"), on `devices` (None:
-    all devices). Without --config it is a preset, w1 by default. Changes how this process takes memory
-    (`cli.keep_pages`). Raises ValueError for an unknown field or file, for both options, and without a published model.
-    """
+def chosen(arguments: argparse.Namespace, changes: Sequence[str]) -> Subject:
+    """The subject that the options choose, with the overrides `changes` ("--config.FIELD=VALUE"), on all devices.
+    Without --config it is a preset, w1 by default. Changes how this process takes memory (`cli.keep_pages`). Raises
+    ValueError for an unknown field or file, for both options, and without a published model."""
     cli.keep_pages()
     if arguments.config and arguments.preset:
         raise ValueError("--preset or --config, not both")
@@ -171,9 +157,10 @@ def chosen(arguments: argparse.Namespace, devices: Sequence[Any] | None = None, 
     config = resolve(config_files.load(file, [*own, *arguments.overrides, *changes]).config)
     if not preset and not (config.model.size or config.model.path):
         raise ValueError(f"{file} names no published model: set --config.model.size, or take a --preset")
-    layout = make_layout(config, PRESETS[preset].model.vocab_size if preset else None, devices)
-    layout = with_micro_batch(layout)
-    return Subject.of(preset or Path(file).stem, layout)
+    layout = with_micro_batch(make_layout(config, PRESETS[preset].model.vocab_size if preset else None))
+    learner = make_learner(layout, supervised=True)  # without a learned baseline
+    programs = learner_programs(layout, learner, base=layout.abstract_base)
+    return Subject(preset or Path(file).stem, layout, learner, programs)
 
 
 def _fields(preset: str) -> Mapping[str, Any]:
@@ -205,19 +192,6 @@ def peak_flops() -> float | None:
 def peak_bytes() -> int:
     """The most bytes of resident memory that this process has had so far, on the host."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def asked_bytes(program: jax.stages.Compiled) -> dict[str, int]:
-    """The compiler's figures of a program's memory on a device, by field: "arguments_bytes", "temporaries_bytes",
-    "outputs_bytes", and "in_place_bytes" of arguments that outputs overwrite. {} if the platform gives no figures."""
-    if (asked := program.memory_analysis()) is None:
-        return {}
-    return {
-        "arguments_bytes": asked.argument_size_in_bytes,
-        "temporaries_bytes": asked.temp_size_in_bytes,
-        "outputs_bytes": asked.output_size_in_bytes,
-        "in_place_bytes": asked.alias_size_in_bytes,
-    }
 
 
 def progress(message: str) -> None:
