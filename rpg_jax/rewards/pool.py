@@ -127,7 +127,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
                 self.counts.update(filter(None, ("done", verdict.error)))
                 if verdict.error in ("timeout", "crash", "memory", "forbidden"):  # it is dead or suspect
                     self._replace(i, "rebuilt")
-                elif process.tasks_done >= self._recycle_after:
+                elif process.tasks_sent >= self._recycle_after:
                     self._replace(i, "recycled")
             self._wait()
         return verdicts  # type: ignore[return-value]
@@ -190,16 +190,16 @@ class _Process:
         self.ready = False
         self.task_id: int | None = None
         self._returns: Literal["score", "object"] = "score"
-        self.tasks_done = self._sent = 0
+        self.tasks_sent = 0
         self.unsent = b""
         self.deadline = time.monotonic() + STARTUP_S
         self._received = b""
 
     def send(self, task_id: int, task: Task, deadline_s: float) -> None:
         self.task_id, self._returns = task_id, task.returns
-        self._sent += 1  # a line that is late, or that a function wrote, never answers a later task
+        self.tasks_sent += 1  # a line that is late, or that a function wrote, never answers a later task
         self.deadline = time.monotonic() + deadline_s
-        self.unsent = json.dumps({"id": self._sent, **dataclasses.asdict(task)}).encode() + b"\n"
+        self.unsent = json.dumps({"id": self.tasks_sent, **dataclasses.asdict(task)}).encode() + b"\n"
 
     def unusable(self) -> bool:
         """Whether the idle process has died, or has written a line without a task."""
@@ -237,13 +237,13 @@ class _Process:
         try:
             message = dict(json.loads(line))
             if self.ready:
-                if message["id"] != self._sent or message.get("error") not in (None, *KINDS):
+                if message["id"] != self.tasks_sent or ("error" in message and message["error"] not in KINDS):
                     raise ValueError
-                verdict = Verdict(None, message["error"], str(message["detail"])) if "error" in message else None
-                asked = "score" if self._returns == "score" else "value"
-                verdict = verdict or checked(self._returns, message[asked])
+                if "error" in message:
+                    verdict = Verdict(None, message["error"], str(message["detail"]))
+                else:
+                    verdict = checked(self._returns, message["score" if self._returns == "score" else "value"])
                 self.task_id = None
-                self.tasks_done += 1
                 return verdict
         except (ValueError, RecursionError, KeyError, TypeError, OverflowError):
             return self._failed("crash")

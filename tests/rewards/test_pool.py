@@ -79,6 +79,14 @@ def test_an_attack_costs_its_own_verdict_only(pool):
     assert run(pool, ["1"] * 20) == [Verdict(1.0)] * 20
 
 
+@pytest.mark.parametrize("line", ['{"id": 1, "error": null, "detail": ""}', '{"id": 1, "error": "none", "detail": ""}'])
+def test_a_line_that_is_neither_a_score_nor_a_known_error_is_no_verdict(folder, line):
+    written = line.encode() + b"\n"
+    with WorkerPool(FUNCTIONS, size=1, deadline_s=5) as pool:
+        [verdict] = run(pool, [f"{OS}.write(4, {written!r})"])
+        assert (verdict.score, verdict.error) == (None, "crash")
+
+
 FORK = "__import__('ctypes').CDLL(None).fork()"  # Python does not notice
 ESCAPE = f"({FORK} or ({OS}.setsid(), __import__('time').sleep(60))) and 1"
 SUBREAPER = "from rpg_jax.rewards import descendants\ndescendants.own_pid_namespace = lambda libc: False\n"
