@@ -161,7 +161,17 @@ def checked_messages(value: Any) -> list[dict[str, Any]]:
     for a message without a role of `ROLES` or without a text as content, and for a content that UTF-8 cannot hold."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
         raise BadScore(f"messages are a list, got {type(value).__name__}")
-    return [_message(each) for each in value]
+    for message in value:
+        if not isinstance(message, Mapping):
+            raise BadScore(f"a message is a dict with role and content, got {type(message).__name__}")
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES or not isinstance(content, str):
+            raise BadScore(f"a message has a role of {', '.join(ROLES)} and a text as content, got {role!r:.40}")
+        try:
+            content.encode()
+        except UnicodeEncodeError as error:
+            raise BadScore(f"a message that is no text: {error.reason} at character {error.start}") from error
+    return [dict(message) for message in value]
 
 
 def checked_turn(value: Any) -> dict[str, Any]:
@@ -178,19 +188,6 @@ def checked_turn(value: Any) -> dict[str, Any]:
     if not value.done and not observation:
         raise BadScore("a turn that is not done has an observation")
     return {"observation": observation, "reward": checked_score(value.reward), "done": value.done}
-
-
-def _message(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise BadScore(f"a message is a dict with role and content, got {type(value).__name__}")
-    role, content = value.get("role"), value.get("content")
-    if role not in ROLES or not isinstance(content, str):
-        raise BadScore(f"a message has a role of {', '.join(ROLES)} and a text as content, got {role!r:.40}")
-    try:
-        content.encode()
-    except UnicodeEncodeError as error:
-        raise BadScore(f"a message that is no text: {error.reason} at character {error.start}") from error
-    return dict(value)
 
 
 class WorkerEnvironment:
