@@ -22,7 +22,7 @@ from rpg_jax.runs.learner import Learner, learner_programs
 from rpg_jax.runs.memory import decoding_params
 from rpg_jax.training.critic import Critic
 from rpg_jax.training.state import abstract
-from rpg_jax.training.step import Anchor, Programs, Sums
+from rpg_jax.training.step import Anchor, Sums
 from rpg_jax.types import Batch, Rows
 
 SAMPLING = frozenset({"prefill", "decode", "exchange"})  # the other programs train
@@ -170,17 +170,6 @@ def batch_of(
     return Batch(Rows(ids, ids, ids, targets, targets, targets, column, experts), column, **columns)
 
 
-def with_anchor(programs: Programs, batch: Batch, layout: Layout) -> tuple[Programs, Batch]:
-    """The programs of updates that sum the KL over the vocabulary, and `batch` with the reference's hidden states as a
-    ShapeDtypeStruct. `layout` is that of the reference."""
-    model, dtype = layout.model, jnp.dtype(layout.config.model.compute_dtype)
-    (rows, tokens), where = batch.rows.targets.shape, batch.rows.targets.sharding
-    hidden: Any = jax.ShapeDtypeStruct((rows, tokens, model.embed_dim), dtype, sharding=where)
-    embed = layout.abstract_params["embed"]
-    head: Any = jax.ShapeDtypeStruct(embed.shape, dtype, sharding=embed.sharding)
-    return programs.beside(Anchor(lambda rows: hidden, head)), dataclasses.replace(batch, ref_hidden=hidden)
-
-
 def training(layout: Layout, learner: Learner) -> Iterator[tuple[str, jax.stages.Lowered]]:
     """Lowers the programs of a training step, each when it is asked for, and yields (name, lowered program). They are
     the log-prob pass, a critic's values if there is a critic, and the update: "update" if one micro-batch makes an
@@ -189,8 +178,14 @@ def training(layout: Layout, learner: Learner) -> Iterator[tuple[str, jax.stages
     programs = learner_programs(layout, learner, base=layout.abstract_base)
     mixture = layout.model if c.model.replay_experts else None
     batch = batch_of(shape, layout.row_sharding, critic=learner.critic is not None, mixture=mixture)
-    if c.loss.estimator == "exact":
-        programs, batch = with_anchor(programs, batch, reference_layout(layout))
+    if c.loss.estimator == "exact":  # the KL is summed over the vocabulary, from the reference's hidden states
+        reference = reference_layout(layout)
+        embed, dtype = reference.abstract_params["embed"], jnp.dtype(reference.config.model.compute_dtype)
+        sizes = shape.rows, shape.completion_length, reference.model.embed_dim
+        hidden: Any = jax.ShapeDtypeStruct(sizes, dtype, sharding=layout.row_sharding)
+        head: Any = jax.ShapeDtypeStruct(embed.shape, dtype, sharding=embed.sharding)
+        batch = dataclasses.replace(batch, ref_hidden=hidden)
+        programs = programs.beside(Anchor(lambda rows: hidden, head))
     yield "log-probs", programs.logprobs.lower(state.params, batch.rows)
     if programs.baseline is not None:
         known = dataclasses.replace(batch, advantages=None, values=None, returns=None)

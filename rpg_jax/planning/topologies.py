@@ -113,12 +113,6 @@ def compiler_folder() -> Path:
     return Path(sys.prefix) / "tpu_compiler" / importlib.metadata.version("jax")
 
 
-def compiler_requirement() -> str:
-    """The versions of libtpu that the installed JAX takes, as pip reads them, e.g. "libtpu==0.0.42.*"."""
-    needed = importlib.metadata.requires("jax") or []
-    return next(line.partition(";")[0].strip() for line in needed if line.startswith("libtpu"))
-
-
 def compiler_library() -> Path | None:
     """The shared library of the libtpu that Python can import, or else in `compiler_folder`. None: neither is there."""
     if found := importlib.util.find_spec("libtpu"):
@@ -133,14 +127,16 @@ def get_compiler() -> str:
     """
     if found := compiler_library():
         return f"the compiler for TPUs is there: {found}"
-    home = compiler_folder()
+    home, needed = compiler_folder(), importlib.metadata.requires("jax") or []
+    # With the versions that the installed JAX takes, as pip reads them: libtpu==0.0.42.*
+    libtpu = next(line.partition(";")[0].strip() for line in needed if line.startswith("libtpu"))
     part = home.with_name(f"{home.name}.part")  # an interrupted download leaves no folder that looks whole
     pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--no-deps"]
     shutil.rmtree(part, ignore_errors=True)
-    if subprocess.run([*pip, f"--target={part}", compiler_requirement()]).returncode:
-        raise ValueError(f"{compiler_requirement()} cannot be installed into {home}: pip says why above")
+    if subprocess.run([*pip, f"--target={part}", libtpu]).returncode:
+        raise ValueError(f"{libtpu} cannot be installed into {home}: pip says why above")
     for old in home.parent.iterdir():  # compilers for other versions of JAX
         if old != part:
             shutil.rmtree(old)
     part.rename(home)
-    return f"the compiler for TPUs, {compiler_requirement()}, is in {home}; only plan uses it"
+    return f"the compiler for TPUs, {libtpu}, is in {home}; only plan uses it"
