@@ -32,28 +32,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     separator = given.index("--") if "--" in given else len(given)
 
     def reproduce(options: argparse.Namespace) -> int:
-        return _make(options, given[separator + 1 :], _command(given))
+        """Makes the table that the options ask for. Returns the exit code."""
+        began, extra = time.perf_counter(), given[separator + 1 :]
+        failed: dict[str, Path] = {}
+        try:
+            if options.from_data is not None:
+                page = run_tables.page_from(_data_file(options, extra), options.out)
+            else:
+                page, failed = run_tables.make_table(*_table_and_options(options, extra, _command(given)))
+        except KeyboardInterrupt:
+            print("interrupted; the same command continues", file=sys.stderr)
+            return 128 + signal.SIGINT
+        for name, log in failed.items():
+            lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+            print(f"{name} failed: {lines[-1] if lines else 'no output'} ({log})", file=sys.stderr)
+        print(f"{page} in {time.perf_counter() - began:.0f} s")
+        return 1 if failed else 0
 
     return cli.run(reproduce, _parser(), given[:separator])
-
-
-def _make(options: argparse.Namespace, extra: Sequence[str], command: str) -> int:
-    """Makes the table that the options ask for. Every run has the overrides `extra`. Returns the exit code."""
-    began = time.perf_counter()
-    failed: dict[str, Path] = {}
-    try:
-        if options.from_data is not None:
-            page = run_tables.page_from(_data_file(options, extra), options.out)
-        else:
-            page, failed = run_tables.make_table(*_table_and_options(options, extra, command))
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues", file=sys.stderr)
-        return 128 + signal.SIGINT
-    for name, log in failed.items():
-        lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-        print(f"{name} failed: {lines[-1] if lines else 'no output'} ({log})", file=sys.stderr)
-    print(f"{page} in {time.perf_counter() - began:.0f} s")
-    return 1 if failed else 0
 
 
 def _table_and_options(
