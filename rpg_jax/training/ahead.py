@@ -48,8 +48,8 @@ class AheadCollector(Collector):
       max_staleness: steps, at least 1.
       steps: the number of steps of the run; nothing is sampled for later steps.
 
-    Raises ValueError if an argument is out of range, or if several processes sample without servers: their threads
-    would launch programs in different orders.
+    Raises ValueError if several processes sample without servers: their threads would launch programs in different
+    orders.
     """
 
     max_staleness: int
@@ -57,8 +57,6 @@ class AheadCollector(Collector):
     lags = True
 
     def __post_init__(self) -> None:
-        if self.max_staleness < 1:
-            raise ValueError(f"sampling ahead needs max_staleness >= 1, got {self.max_staleness}")
         if jax.process_count() > 1 and not self.rollout.apart:
             raise ValueError(
                 f"rollout.max_staleness={self.max_staleness} on {jax.process_count()} processes needs rollout.driver="

@@ -30,22 +30,11 @@ class DynamicSampling:
       max_batches: the most generation batches a step may take.
       surplus: what to do with informative groups that the step does not need. "drop" forgets them. "carry" hands as
         many as one step needs to the next step, which trains them first. So no trained group is older than one step.
-
-    Raises ValueError if a value is out of its range.
     """
 
     oversample: int = 1
     max_batches: int = 20
     surplus: str = "drop"
-
-    def __post_init__(self):
-        if self.oversample < 0 or self.max_batches < 1:
-            raise ValueError(
-                f"dynamic sampling needs oversample >= 0 and max_batches >= 1, got {self.oversample} and "
-                f"{self.max_batches}"
-            )
-        if self.surplus not in ("drop", "carry"):
-            raise ValueError(f"dynamic sampling needs surplus 'drop' or 'carry', got {self.surplus!r}")
 
     def batch_size(self, prompts_per_step: int, *, missing: int, share: float) -> int:
         """The number of prompts in the next batch.

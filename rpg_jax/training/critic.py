@@ -28,7 +28,7 @@ class CriticState:
 
 @dataclasses.dataclass(frozen=True)
 class Critic:
-    """How values are computed and trained. Raises ValueError if gamma, gae_lambda or clip is out of its range.
+    """How values are computed and trained.
 
     Attributes:
       graphdef: of the critic's trunk, a decoder without output embedding, which starts from the policy's weights.
@@ -42,13 +42,6 @@ class Critic:
     gamma: float = 1.0
     gae_lambda: float = 1.0
     clip: float | None = 0.2
-
-    def __post_init__(self):
-        if not (0 <= self.gamma <= 1 and 0 <= self.gae_lambda <= 1) or (self.clip or 1) <= 0:
-            raise ValueError(
-                "a critic needs gamma and gae_lambda in [0, 1] and a clip above 0, got "
-                f"{self.gamma=}, {self.gae_lambda=}, {self.clip=}"
-            )
 
     def init(self, policy: Any) -> Any:
         """Parameters of a critic whose every value is 0. `policy` has the policy's weights: its trunk is copied."""
@@ -69,14 +62,16 @@ class Critic:
         return jnp.einsum("bcd,d->bc", hidden.astype(jnp.float32), head["weight"]) + head["bias"]
 
     def advantages(self, values: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Advantages and returns f32[B, C], from `values` f32[B, C] and the rewards in the batch (or ValueError)."""
+        """Advantages and returns f32[B, C], from `values` f32[B, C] and the rewards in the batch. Raises ValueError
+        without rewards, or if gamma or gae_lambda is out of its range."""
         decays = {"gamma": self.gamma, "gae_lambda": self.gae_lambda}
         return losses.gae(batch.known("rewards"), values, batch.mask, batch.completion_ids, **decays)
 
     def loss(self, values: jax.Array, batch: Batch, mean: losses.Mean) -> tuple[jax.Array, Metrics]:
         """Half of the summed value loss of `values` f[B, C], which have its gradient, and its metrics as (sum, weight).
 
-        `mean` aggregates tokens as the policy's loss does. Raises ValueError if the batch has no values or returns.
+        `mean` aggregates tokens as the policy's loss does. Raises ValueError if the batch has no values or returns, or
+        the clip is out of its range.
         """
         old_values, returns = batch.known("values"), batch.known("returns")
         token_loss = losses.value_loss(values, old_values, returns, clip=self.clip)

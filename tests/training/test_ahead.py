@@ -350,8 +350,3 @@ def test_a_record_holds_the_batches_to_come_and_what_is_carried():
                 assert x.completions[0].weight_version == y.completions[0].weight_version
                 np.testing.assert_array_equal(x.behaviour_logprobs[0], y.behaviour_logprobs[0])
         assert b.collected.trained[-1] is b.collected.generated[0]
-
-
-def test_a_bound_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="max_staleness >= 1, got 0"):
-        ahead_of(Weights(), [], max_staleness=0)
