@@ -124,7 +124,7 @@ class Parent:
             if any(drawn.get(name) for name in ("pending", "partial", "batches", "carried")):
                 anew.append("the completions that no step had trained yet, because fields differ")
             try:
-                collector.move_to(self.record["stream"])
+                collector.stream.restore(self.record["stream"])
             except ValueError:
                 anew.append("the order of the problems, which or whose seed are others")
         if all(then.get(name) == value for name, value in now.items() if name.startswith("reference.")):

@@ -299,10 +299,6 @@ class Collector:
         self.stream.restore(record["stream"])
         self.carried, self.share = decode_groups(record["pending"]), record["share"]
 
-    def move_to(self, stream: Mapping[str, Any]) -> None:
-        """Goes to the position `stream` of a `record`. Raises ValueError if it is of other problems."""
-        self.stream.restore(dict(stream))
-
     def close(self) -> None:
         """Ends the work in the background. This collector has none."""
 

@@ -109,10 +109,10 @@ def take_step(a: Algorithm, state: TrainState, number: int) -> Step:
     batch = a.pack(sampled.trained, minibatches=a.updates_per_step)
     records = a.after_updates is not None and a.is_recorded(number)
     measured: Metrics = {}
-    if a.on_policy and not records:
-        batch = batch if a.exact else add_reference(a, batch, state)
-    else:
+    if not a.on_policy or records:
         batch, measured = add_logprobs(a, batch, state, reference=records or not a.exact)
+    elif not a.exact and a.reference.differs(a.updates_per_step):
+        batch = batch.add(ref_logprobs=_reference_pass(a, batch, state))
     batch = add_advantages(a, batch, state)
     trained, measured = (for_the_update(a, batch), {}) if a.on_policy else (batch, measured)
     a.collector.carry(with_behaviour_logprobs(a, sampled.to_carry, state))
@@ -131,15 +131,6 @@ def take_step(a: Algorithm, state: TrainState, number: int) -> Step:
         clock.lap("sync")
     metrics = step_metrics(totals, sampled, state, a.reference, clock, a.reward_parts)
     return Step(number, state, metrics, updates, sampled.collected.generated, fault)
-
-
-def add_reference(a: Algorithm, batch: Packed, state: TrainState) -> Packed:
-    """A batch with the column log π_ref, by a pass of the reference; `batch` itself if the reference is the policy that
-    samples in every step.
-    """
-    if not a.reference.differs(a.updates_per_step):
-        return batch
-    return batch.add(ref_logprobs=_reference_pass(a, batch, state))
 
 
 def for_the_update(a: Algorithm, batch: Packed) -> Packed:

@@ -37,6 +37,7 @@ class Rule:
     kl_decay: float = 0.9
 
     meaning: ClassVar[str] = "the policy that the run started from"
+    word: ClassVar[str] = "initial"  # what `anchor` says; {0} is the rule
     is_behaviour: ClassVar[bool] = False  # the policy that sampled a completion is its reference
     watches_kl: ClassVar[bool] = False
 
@@ -49,7 +50,7 @@ class Rule:
 
     def anchor(self) -> str | None:
         """A word for tables: the policy to which the KL is measured; None is the behaviour policy."""
-        return "initial"
+        return None if self.is_behaviour else self.word.format(self)
 
     def last_move(self, step: int, before: int, after: int) -> int | None:
         """The number of the last update of a step after which the reference moves; None if no update moves it. Step
@@ -69,18 +70,13 @@ class Behaviour(Rule):
     meaning = "the policy that sampled the batch: ρ = π_ref/π_old = 1, and nothing is stored"
     is_behaviour = True
 
-    def anchor(self) -> str | None:
-        return None
-
     def differs(self, updates_per_step: int) -> bool:
         return False
 
 
 class EveryK(Rule):
     meaning = "the policy after every K-th step or every K-th optimizer update; skipped updates count"
-
-    def anchor(self) -> str | None:
-        return f"every {self.every}"
+    word = "every {0.every}"
 
     def last_move(self, step: int, before: int, after: int) -> int | None:
         if self.every.unit == "steps":
@@ -94,10 +90,8 @@ class EveryK(Rule):
 
 class Threshold(Rule):
     meaning = "the policy at the end of a step in which the moving average of the token KL, the metric `kl`, passed κ"
+    word = "κ = {0.kl_threshold}"
     watches_kl = True
-
-    def anchor(self) -> str | None:
-        return f"κ = {self.kl_threshold}"
 
     def moves_at(self, kl_average: float) -> bool:
         return kl_average > self.kl_threshold
@@ -105,9 +99,7 @@ class Threshold(Rule):
 
 class OfTeacher(Rule):
     meaning = "a teacher: another model, which is read from reference.path and never trained"
-
-    def anchor(self) -> str | None:
-        return "teacher"
+    word = "teacher"
 
 
 RULES: Mapping[str, type[Rule]] = MappingProxyType(
