@@ -75,7 +75,7 @@ _TRANSIENT_NAMES = {
 }
 _PERMANENT_NAMES = {"DefaultCredentialsError", "FileExistsError", "PermissionError"}
 _CODE = re.compile(r"http_response_code='(\d{3})'")  # TensorStore puts it into the text of a ValueError
-_CODE_FIELDS = ("code", "status", "status_code")  # gcsfs and google-api-core, aiohttp, a response
+_CODE_FIELDS = ("code", "status", "status_code")  # gcsfs and google-api-core, aiohttp, others
 _TEXTS = (  # the first that matches decides; TensorStore's errors begin with a status
     (Kind.PERMANENT, r"No space left on device|OS error (28|30|13|122):|[Qq]uota exceeded|Read-only file system"),
     (Kind.PERMANENT, r"\bPERMISSION_DENIED:|^Forbidden:"),
@@ -161,23 +161,12 @@ def say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-class _Answer(Exception):
-    def __init__(self, status_code: int | None):
-        super().__init__(f"HTTP {status_code}")
-        self.status_code = status_code
-
-
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, its cause or else its context, the cause of that, and so on; each once.
-
-    After an error with an HTTP response comes an exception whose `status_code` is the response's.
-    """
+    """The error, its cause or else its context, the cause of that, and so on; each once."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        if (answer := getattr(error, "response", None)) is not None:  # an error of requests or of the hub's client
-            yield _Answer(getattr(answer, "status_code", None))
         error = error.__cause__ or error.__context__
 
 
@@ -189,6 +178,7 @@ def _own_kind(error: BaseException) -> Kind:
     codes = (
         match[1] if (match := _CODE.search(text)) else None,
         *(getattr(error, name, None) for name in _CODE_FIELDS),
+        getattr(getattr(error, "response", None), "status_code", None),  # an error of requests or of the hub's client
     )
     code = next((int(code) for code in map(str, codes) if code.isdigit()), None)
     if code in _TRANSIENT_CODES:

@@ -39,14 +39,6 @@ def signed(tree: Tree) -> dict[str, Tree]:
     return {"tree": tree, "checksums": hosts.checksums_of_leaves(tree)}
 
 
-def _signed_like(like: Tree) -> dict[str, Tree]:
-    """The `ShapeDtypeStruct`s of `signed(tree)`; `like` are the `ShapeDtypeStruct`s of `tree`."""
-    leaves = jax.tree.leaves(like)
-    where = next(leaf for leaf in leaves if leaf is not LEFT_OUT).sharding
-    everywhere = NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else where
-    return {"tree": like, "checksums": jax.ShapeDtypeStruct((len(leaves), 2), jnp.uint32, sharding=everywhere)}
-
-
 def restored(path: Any, like: Tree) -> Tree:
     """The tree that was saved as `signed(tree)` at `path`, with its bits checked. Collective.
 
@@ -61,10 +53,13 @@ def restored(path: Any, like: Tree) -> Tree:
       Refused: the saved tree has other arrays than `like`.
       StorageFailure: a host could not read the tree, after retries.
     """
+    leaves = jax.tree.leaves(like)
+    where = next(leaf for leaf in leaves if leaf is not LEFT_OUT).sharding
+    everywhere = NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else where
+    wanted = {"tree": like, "checksums": jax.ShapeDtypeStruct((len(leaves), 2), jnp.uint32, sharding=everywhere)}
 
     def read() -> Any:
         with judged(path):
-            wanted = _signed_like(like)
             how = ocp.checkpoint_utils.construct_restore_args(wanted)
             handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_RESTORE_GB)
             return errors.retried(lambda: handler.restore(path, args=ocp.args.PyTreeRestore(wanted, how)), path)
