@@ -30,19 +30,22 @@ class Part:
     """What a call draws of a group that several steps draw.
 
     Attributes:
-      problem: of the group.
+      group: without scores, with its completions so far.
       step, draw: origin of the random numbers: the step that trains the group, and the occurrence of the problem in it.
       max_tokens: the most tokens of a completion after the call.
       index: the number of the completion that goes on. None: the group begins.
-      begun: this completion so far.
     """
 
-    problem: Problem
+    group: Group
     step: int
     draw: int
     max_tokens: int
-    index: int | None = None
-    begun: Completion | None = None
+    index: int | None
+
+    @property
+    def begun(self) -> Completion | None:
+        """The completion that goes on; None where the group begins."""
+        return None if self.index is None else self.group.completions[self.index]
 
     @property
     def tokens(self) -> np.ndarray:
@@ -129,11 +132,10 @@ class GroupGenerator:
         split, places = self._rollout.split, list(range(len(parts)))
         places = hosts.share(places) if split is Split.SHARE else places
         own = [parts[place] for place in places]
-        prompts = [self.encode(part.problem) for part in own]
-        lengths = [self._lengths.get(part.problem.prompt_id) for part in own]
+        lengths = [self._lengths.get(part.group.problem.prompt_id) for part in own]
         request = Request(
-            [np.concatenate([prompt, part.tokens]) for prompt, part in zip(prompts, own, strict=True)],
-            prompt_ids=[part.problem.prompt_id for part in own],
+            [np.concatenate([part.group.prompt, part.tokens]) for part in own],
+            prompt_ids=[part.group.problem.prompt_id for part in own],
             group_size=self._group_size,
             sampling=self._sampling,
             seed=self._seed,
@@ -145,18 +147,17 @@ class GroupGenerator:
                 for part in own
             ],
         )
-        drawn = zip(places, own, prompts, self._rollout.generate(request, self._journal), strict=True)
-        made = {place: unscored(part.problem, prompt, new) for place, part, prompt, new in drawn if new}
+        drawn = zip(places, own, self._rollout.generate(request, self._journal), strict=True)
+        made = {place: unscored(part.group.problem, part.group.prompt, new) for place, part, new in drawn if new}
         groups = [*made.values()] if split is Split.TOGETHER else self._joined(made, {})
         return [part.followed_by(group.completions) for part, group in zip(parts, groups, strict=True)]
 
-    def judge(self, problems: Sequence[Problem], completions: Sequence[list[Completion]]) -> list[Group]:
-        """The scored groups of completions that all processes have, in order. Each process scores its share; all call
-        it."""
-        own, prompts = hosts.share(range(len(problems))), [self.encode(p) for p in problems]
-        with _Scoring(self, problems, prompts, set(own)) as scoring:
+    def judge(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups, which all processes have, with scores, in order. Each process scores its share; all call it."""
+        own = hosts.share(range(len(groups)))
+        with _Scoring(self, [g.problem for g in groups], [g.prompt for g in groups], set(own)) as scoring:
             for place in own:
-                scoring.add(place, completions[place])
+                scoring.add(place, groups[place].completions)
         return self._noted(self._joined(*scoring.result()))
 
     def _noted(self, groups: list[Group]) -> list[Group]:

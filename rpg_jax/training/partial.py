@@ -19,12 +19,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rpg_jax.data import Problem
+from rpg_jax.data import Group
 from rpg_jax.data.groups import decode_groups, encode_groups, unscored
 from rpg_jax.training.ahead import sampled
 from rpg_jax.training.collect import Collector, DynamicSampling, Sampled
 from rpg_jax.training.generate import GroupGenerator, Part
-from rpg_jax.types import Completion
 
 
 @dataclasses.dataclass
@@ -32,14 +31,12 @@ class _Batch:
     """Groups that have begun.
 
     Attributes:
-      problems: of the groups.
+      groups: without scores, with the completions so far; none before the first part.
       draws: of each group, see `GroupGenerator`.
-      completions: of each group, so far; [] before the first part.
     """
 
-    problems: list[Problem]
+    groups: list[Group]
     draws: list[int]
-    completions: list[list[Completion]]
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -81,29 +78,21 @@ class PartialCollector(Collector):
             if number not in self._batches:
                 self._batches[number] = self._next_batch()
         self._draw(step, due)
-        batch = self._batches.pop(step)
-        collected = self._next(step, begun=self.generator.judge(batch.problems, batch.completions))
+        collected = self._next(step, begun=self.generator.judge(self._batches.pop(step).groups))
         return sampled(collected, self.take_errors(), version)
 
     def record(self) -> dict[str, Any]:
         """Everything that a resume needs, JSON-able; "partial" has the batches whose groups have begun, by step. A
         batch has its draws, and its groups without scores, with the completions so far."""
-
-        def kept(batch: _Batch) -> dict[str, Any]:
-            given = zip(batch.problems, batch.completions, strict=True)
-            groups = [unscored(problem, self.generator.encode(problem), begun) for problem, begun in given]
-            return {"draws": batch.draws, "groups": encode_groups(groups)}
-
-        return super().record() | {"partial": {str(number): kept(batch) for number, batch in self._batches.items()}}
+        batches = self._batches.items()
+        kept = {str(number): {"draws": own.draws, "groups": encode_groups(own.groups)} for number, own in batches}
+        return super().record() | {"partial": kept}
 
     def restore(self, record: Mapping[str, Any]) -> None:
         """Goes back to the state that `record` returned. Raises ValueError if a collector sampling ahead wrote it."""
         super().restore(record)
-        self._batches = {}
-        for number, batch in record["partial"].items():
-            groups = decode_groups(batch["groups"])
-            completions = [group.completions for group in groups]
-            self._batches[int(number)] = _Batch([group.problem for group in groups], batch["draws"], completions)
+        batches = record["partial"].items()
+        self._batches = {int(number): _Batch(decode_groups(own["groups"]), own["draws"]) for number, own in batches}
 
     def _next_batch(self) -> _Batch:
         """The next problems. With dynamic sampling a problem is in a batch once; without, its n-th group is draw n."""
@@ -111,29 +100,30 @@ class PartialCollector(Collector):
         if dynamic is not None:
             count = dynamic.batch_size(count, missing=count, share=self.share)
         seen: collections.Counter[int] = collections.Counter()
-        problems, draws = [], []
+        batch = _Batch([], [])
         for problem in self.stream.take(count):
             if dynamic is None or not seen[problem.prompt_id]:
-                problems.append(problem)
-                draws.append(seen[problem.prompt_id])
+                batch.groups.append(unscored(problem, self.generator.encode(problem), []))
+                batch.draws.append(seen[problem.prompt_id])
             seen[problem.prompt_id] += 1
-        return _Batch(problems, draws, [[] for _ in problems])
+        return batch
 
     def _draw(self, step: int, due: range) -> None:
         """Draws the next part of every completion of the steps `due` that has not ended."""
         parts: list[Part] = []
-        groups: list[list[Completion]] = []
+        places: list[tuple[_Batch, int]] = []
         for number in due:
             batch = self._batches[number]
             most = min(self.max_tokens, (self._parts - number + step) * self.part_tokens)
-            for problem, draw, group in zip(batch.problems, batch.draws, batch.completions, strict=True):
-                fresh = Part(problem, number, draw, most)
-                cut = [(i, one) for i, one in enumerate(group) if one.finish_reason == "length"]
-                going_on = [(i, one) for i, one in cut if len(one.tokens) < most]
-                own = [dataclasses.replace(fresh, index=i, begun=one) for i, one in going_on] if group else [fresh]
+            for place, (group, draw) in enumerate(zip(batch.groups, batch.draws, strict=True)):
+                cut = [i for i, one in enumerate(group.completions) if one.finish_reason == "length"]
+                going_on = [i for i in cut if len(group.completions[i].tokens) < most]
+                own = [Part(group, number, draw, most, i) for i in (going_on if group.completions else [None])]
                 parts += own
-                groups += [group] * len(own)
+                places += [(batch, place)] * len(own)
         drawn = self.generator.draw(parts, step=step) if parts else []
-        for part, group, completions in zip(parts, groups, drawn, strict=True):
-            first = part.index or 0
-            group[first : first + len(completions)] = completions
+        for part, (batch, place), completions in zip(parts, places, drawn, strict=True):
+            first, group = part.index or 0, batch.groups[place]
+            joined = [*group.completions]
+            joined[first : first + len(completions)] = completions
+            batch.groups[place] = unscored(group.problem, group.prompt, joined)
