@@ -168,7 +168,7 @@ def collect(
         _check_failures(generated, step, max_failures)
         kept += [g for g in made if g.informative]
     if not kept:
-        raise ValueError(f"step {step}: {_shortage(kept, prompts_per_step, generated, dynamic)}")
+        raise ValueError(f"step {step + 1}: {_shortage(kept, prompts_per_step, generated, dynamic)}")
     surplus = kept[prompts_per_step:]
     carried = surplus[:prompts_per_step] if dynamic.surplus == "carry" else []
     dropped = surplus[len(carried) :]
