@@ -291,43 +291,37 @@ def from_bytes(data: bytes) -> tuple[list[Record], int]:
     records: list[Record] = []
     at, damaged, view = 0, 0, memoryview(data)
     while at < len(data):
-        end = _end(view, at)
-        if end is None:
+        found = _record(view, at)
+        if found is None:
             damaged += 1
             following = data.find(_MAGIC, at + 1)
             at = len(data) if following < 0 else following
         else:
-            records.append(_record(view[at:end]))
-            at = end
+            record, at = found
+            records.append(record)
     return records, damaged
 
 
-def _end(view: memoryview, at: int) -> int | None:
-    """The end of the record that begins at `at`; None if there is no whole record."""
+def _record(view: memoryview, at: int) -> tuple[Record, int] | None:
+    """The record that begins at `at`, and its end; None if there is no whole record."""
     if len(view) - at < _HEAD.size:
         return None
     magic, lengths, digest = _HEAD.unpack_from(view, at)
-    end = at + _HEAD.size + sum(_LENGTHS.unpack(lengths))
-    if magic != _MAGIC or end > len(view):
+    start, sizes = at + _HEAD.size, _LENGTHS.unpack(lengths)
+    middle, end = start + sizes[0], start + sum(sizes)
+    if magic != _MAGIC or end > len(view) or hashlib.sha256(lengths + view[start:end]).digest() != digest:
         return None
-    found = hashlib.sha256(lengths)
-    found.update(view[at + _HEAD.size : end])
-    return end if found.digest() == digest else None
-
-
-def _record(whole: memoryview) -> Record:
-    _, lengths, _ = _HEAD.unpack_from(whole)
-    middle = _HEAD.size + _LENGTHS.unpack(lengths)[0]
-    text = json.loads(bytes(whole[_HEAD.size : middle]))
+    text = json.loads(bytes(view[start:middle]))
     count, ends = sum(text["lengths"]), np.cumsum(text["lengths"])[:-1]
-    tokens, logprobs = np.frombuffer(whole[middle:], "<i4", 2 * count).reshape(2, -1)
+    tokens, logprobs = np.frombuffer(view[middle:], "<i4", 2 * count).reshape(2, -1)
+    rest = view[middle + 8 * count : end]
     # Copies, so that the bytes of the file are freed and the arrays can be written to, as a rollout's can.
     parts = zip(
         np.split(tokens.astype(np.int32), ends),
         np.split(logprobs.view("<f4").astype(np.float32), ends),
         text["finish_reasons"],
         text["turns"],
-        _experts(whole[middle + 8 * count :], *text["experts"]) if "experts" in text else [None] * len(text["turns"]),
+        _experts(rest, *text["experts"]) if "experts" in text else [None] * len(text["turns"]),
         strict=True,
     )
     version = text["key"]["version"]
@@ -335,7 +329,7 @@ def _record(whole: memoryview) -> Record:
         Completion(tokens, logprobs, reason, version, turns and Turns.of(**turns, length=len(tokens)), experts)
         for tokens, logprobs, reason, turns, experts in parts
     ]
-    return Record(text["key"], made)
+    return Record(text["key"], made), end
 
 
 def _experts(data: memoryview, dtype: str, shapes: Sequence[Sequence[int]]) -> list[np.ndarray]:
