@@ -212,7 +212,10 @@ def advantages(
     if lengths is not None and jnp.shape(lengths) != rewards.shape:
         raise ValueError(f"lengths must have the shape of rewards {rewards.shape}, got {jnp.shape(lengths)}")
     if counted is not None:
-        counted = _compared(rewards, counted)
+        counted = jnp.asarray(counted, bool)
+        if counted.shape != rewards.shape:
+            raise ValueError(f"counted must have the shape of rewards {rewards.shape}, got {counted.shape}")
+        counted &= _counts(counted) > min(1, rewards.shape[1] - 1)  # a group's only one has no other
         if not (declared.takes("counted") or declared.takes("lengths")):
             raise ValueError(
                 f"advantage {name!r} cannot leave completions out: give its function a `counted` bool[P, G]"
@@ -231,14 +234,6 @@ def advantages(
     if jnp.shape(found) != rewards.shape:
         raise ValueError(f"advantage {name!r} must return the shape of rewards {rewards.shape}, got {jnp.shape(found)}")
     return found if counted is None else jnp.where(counted, found, 0)
-
-
-def _compared(rewards: jax.Array, counted: ArrayLike) -> jax.Array:
-    """`counted`, but False for a group's only counted completion if G > 1. Raises ValueError for a wrong shape."""
-    counted = jnp.asarray(counted, bool)
-    if counted.shape != rewards.shape:
-        raise ValueError(f"counted must have the shape of rewards {rewards.shape}, got {counted.shape}")
-    return counted & (_counts(counted) > min(1, rewards.shape[1] - 1))
 
 
 def _parts(

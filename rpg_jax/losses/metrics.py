@@ -46,15 +46,12 @@ def token_metrics(tokens: Tokens, events: dict[str, jax.Array]) -> Metrics:
     def mean(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return masking.masked_sum(x.astype(tokens.logprobs.dtype), tokens.mask), tokens_counted
 
-    def largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return masking.masked_max(jnp.abs(x), tokens.mask), jnp.ones((), tokens.logprobs.dtype)
-
     log_w, log_rho, log_y, log_u = (
         jnp.clip(x, -_SHOWN, _SHOWN) for x in (tokens.log_w, tokens.log_rho, -tokens.log_r, tokens.log_sampler_ratio)
     )
     pairs = {
         "importance_ratio": mean(jnp.exp(log_w)),
-        "log_ratio_max": largest(tokens.log_w),
+        "log_ratio_max": (masking.masked_max(jnp.abs(tokens.log_w), tokens.mask), jnp.ones((), tokens.logprobs.dtype)),
         "ratio_bounded_fraction": mean(tokens.log_w > LARGEST_LOG_RATIO),
         "kl": mean(unnormalized_reverse_kl(log_w, log_rho)),
         "kl_k1": mean(k1(log_y)),

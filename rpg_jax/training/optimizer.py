@@ -94,7 +94,8 @@ def make_optimizer(
     elif warmup.number > 1:
         rate = optax.linear_schedule(learning_rate / warmup.number, learning_rate, warmup.number - 1)
     if schedule != "constant":
-        warm, last = (_in_updates(count, updates_per_step) for count in (warmup, decay_until))
+        per_unit = {"steps": updates_per_step, "updates": 1}
+        warm, last = (count.number * per_unit[count.unit] for count in (warmup, decay_until))
         rate = _falling(rate, schedule, warm, last, final_rate)
     shown = rate if callable(rate) else lambda update: learning_rate
     decay = optax.add_decayed_weights(weight_decay, matrices if decayed == "matrices" else None)
@@ -159,10 +160,6 @@ def _falling(rate: optax.ScalarOrSchedule, schedule: str, warm: int, last: int, 
         return final + (1 - final) * left
 
     return lambda update: (rate(update) if callable(rate) else rate) * factor(update)
-
-
-def _in_updates(count: Count, updates_per_step: int) -> int:
-    return count.number * (updates_per_step if count.unit == "steps" else 1)
 
 
 Update = Callable[..., tuple[Any, Any]]
