@@ -149,7 +149,9 @@ def collect(
     """
     if dynamic is None:
         made = _repetitions_apart(take(prompts_per_step), generate, step) if begun is None else begun
-        return _as_it_comes(made, step, max_failures)
+        trained = [g for g in made if g.counted.any()]
+        _check_failures(made, step, max_failures if trained else -1.0)
+        return Collected(made, [], trained)
     generated = list(begun or ())
     seen = {g.problem.prompt_id for g in generated}
     kept, first_batch = [*pending, *(g for g in generated if g.informative)], len(generated) or None
@@ -168,18 +170,16 @@ def collect(
         _check_failures(generated, step, max_failures)
         kept += [g for g in made if g.informative]
     if not kept:
-        raise ValueError(f"step {step + 1}: {_shortage(kept, prompts_per_step, generated, dynamic)}")
+        accuracy = float(np.mean([g.accuracy[g.judged].mean() for g in generated if g.judged.any()]))
+        raise ValueError(
+            f"step {step + 1}: dynamic sampling kept none of {len(generated)} groups in {dynamic.max_batches} batches, "
+            f"with mean accuracy {accuracy:.3f}: the problems are too easy or too hard. Change the task, raise "
+            "dynamic_sampling.max_batches, or set dynamic_sampling.enabled=False"
+        )
     surplus = kept[prompts_per_step:]
     carried = surplus[:prompts_per_step] if dynamic.surplus == "carry" else []
     dropped = surplus[len(carried) :]
     return Collected(generated, list(pending), kept[:prompts_per_step], carried, dropped, first_batch)
-
-
-def _as_it_comes(made: list[Group], step: int, max_failures: float) -> Collected:
-    """The groups of a step without dynamic sampling, which trains every group that has a counted completion."""
-    trained = [g for g in made if g.counted.any()]
-    _check_failures(made, step, max_failures if trained else -1.0)
-    return Collected(made, [], trained)
 
 
 def _check_failures(generated: Sequence[Group], step: int, most: float) -> None:
@@ -193,15 +193,6 @@ def _check_failures(generated: Sequence[Group], step: int, most: float) -> None:
             f"step {step + 1}: {kinds.total()} of {completions} completions have no verdict ({counted}), {limit}. Look "
             "at the judge, the verifier or the environment, then continue the run with the same command"
         )
-
-
-def _shortage(kept: Sequence[Group], wanted: int, generated: Sequence[Group], dynamic: DynamicSampling) -> str:
-    accuracy = float(np.mean([g.accuracy[g.judged].mean() for g in generated if g.judged.any()]))
-    return (
-        f"dynamic sampling kept {len(kept)} of {wanted} groups after {dynamic.max_batches} "
-        f"batches ({len(generated)} groups, mean accuracy {accuracy:.3f}): the problems are too easy or too hard. "
-        "Change the task, raise dynamic_sampling.max_batches, or set dynamic_sampling.enabled=False"
-    )
 
 
 def _share(groups: Sequence[Group]) -> float:
