@@ -193,11 +193,11 @@ def training(layout: Layout, learner: Learner) -> Iterator[tuple[str, jax.stages
     if rows_per_update(c) == shape.rows and not c.rehearsal.path:
         yield "update", programs.fused.lower(state, batch)
         return
-    shapes = programs.start.trace(state.weights, batch).out_info
+    start = programs.start.lower(state.weights, batch)
     where = jax.tree.map(lambda p: p.sharding, state.weights)
-    everywhere = jax.tree.map(lambda _: layout.replicated, shapes.metrics)
-    sums = Sums(abstract(shapes.grads, where), abstract(shapes.metrics, everywhere))
-    yield "start", programs.start.lower(state.weights, batch)
+    everywhere = jax.tree.map(lambda _: layout.replicated, start.out_info.metrics)
+    sums = Sums(abstract(start.out_info.grads, where), abstract(start.out_info.metrics, everywhere))
+    yield "start", start
     yield "add", programs.add.lower(state.weights, sums, batch)
     yield "apply", programs.apply.lower(state, sums)
 

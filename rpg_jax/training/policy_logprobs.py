@@ -17,13 +17,13 @@ _CHUNK, _LOGITS = 256, 1 << 22
 
 
 def policy_logprobs(
-    graphdef: Any, params: Any, rows: Rows, *, temperature: float, entropy: bool = False
+    graphdef: Any, params: Any, rows: Rows, *, temperature: float
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Log-probabilities, in nats, of the completion tokens of `rows` at the sampling temperature.
 
     Returns:
       logprobs: f32[B, C], differentiable in `params`; entries outside `rows.mask` mean nothing.
-      entropy: f32[B, C] of the full next-token distribution, in nats, or None.
+      entropy: f32[B, C] of the full next-token distribution, in nats.
       experts: [B, C, L, k], unsigned integers: the k experts of each layer for the position that predicts the token.
         None for a model without experts.
     """
@@ -33,7 +33,7 @@ def policy_logprobs(
         if experts is not None:
             experts = jnp.take_along_axis(experts, rows.predictors[..., None, None], axis=1)
         inputs, how = head_arguments(model, _predictors(hidden, rows), rows)
-        return *losses.token_logprobs(*inputs, temperature=temperature, entropy=entropy, **how), experts
+        return *losses.token_logprobs(*inputs, temperature=temperature, entropy=True, **how), experts
 
 
 def completion_hidden(model: Any, rows: Rows) -> jax.Array:

@@ -70,10 +70,6 @@ class Program:
         """The program lowered for `inputs`, arrays or `ShapeDtypeStruct`s; runs nothing."""
         return self.jitted.lower(self.frozen, *inputs)
 
-    def trace(self, *inputs: Any) -> jax.stages.Traced:
-        """The program traced for `inputs`, arrays or `ShapeDtypeStruct`s; runs nothing."""
-        return self.jitted.trace(self.frozen, *inputs)
-
 
 class Anchor(NamedTuple):
     """A reference whose distributions over the vocabulary an update reads.
@@ -242,7 +238,7 @@ class _Functions:
 
     def logprobs(self, frozen, params, rows):
         params = policy_params(frozen.base, params)
-        return policy_logprobs(self.graphdef, params, rows, temperature=self.temperature, entropy=True)
+        return policy_logprobs(self.graphdef, params, rows, temperature=self.temperature)
 
     def hidden(self, frozen, params, rows):
         model = nnx.merge(self.graphdef, policy_params(frozen.base, params))
