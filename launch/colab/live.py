@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rpg_jax.report.plots import draw_curves
-from rpg_jax.report.run_files import read_metrics
+from rpg_jax.report.run_files import Run
 from rpg_jax.report.summary import closing_message
 
 
@@ -36,8 +36,9 @@ def follow(command: Sequence[str], run_dir: str | Path, *, every: float = 5.0) -
     with log.open("wb") as out, _process(command, end, stdout=out, env=plain) as process:
         while True:
             ended = process.poll() is not None
-            if (steps := len(read_metrics(run_dir))) > drawn:
-                image, drawn = Image(draw_curves(run_dir).read_bytes(), width=900), steps
+            run = Run.read(run_dir)
+            if (steps := len(run.records)) > drawn:
+                image, drawn = Image(draw_curves(run).read_bytes(), width=900), steps
                 if shown is None:
                     shown = display(image, display_id=True)
                 else:
@@ -45,7 +46,7 @@ def follow(command: Sequence[str], run_dir: str | Path, *, every: float = 5.0) -
             if ended:
                 break
             time.sleep(every)
-    return closing_message(run_dir)
+    return closing_message(run)
 
 
 def run(command: Sequence[str]) -> None:

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from rpg_jax import storage
-from rpg_jax.report import page, plots, run_files, screen, summary
+from rpg_jax.report import page, plots, screen, summary
+from rpg_jax.report.run_files import Run
 from rpg_jax.runs import cli
 
 
@@ -30,32 +31,33 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         with contextlib.ExitStack() as stack:
-            folders = []
+            folders, runs = [], []
             for address in arguments.run:
                 folder = stack.enter_context(storage.Folder(address))
                 try:
                     folder.fetch()
-                    if not run_files.read_metrics(folder.files):
+                    run = Run.read(folder.files)
+                    if not run.records:
                         raise ValueError("it has no step (no metrics.jsonl, or an empty one)")
-                    run = run_files.Run.read(folder.files)
                     texts = page.page_of([run], rollout_steps=0), summary.summary_of(run)
-                    "".join((*texts, summary.closing_message(folder.files))).encode()
+                    "".join((*texts, summary.closing_message(run))).encode()
                 except Exception as error:  # its files may be anybody's: another run is shown all the same
                     print(f"left out: {address}: {cli.in_words(error)}", file=sys.stderr)
                     continue
                 folders.append(folder)
+                runs.append(run)
                 try:
-                    plots.draw_curves(folder.files)
-                    summary.write_summary(folder.files)
+                    plots.draw_curves(run)
+                    summary.write_summary(run)
                 except OSError as error:
                     print(f"not written beside the run: {cli.in_words(error)}", file=sys.stderr)
-                print(folder.shown(summary.closing_message(folder.files)))
+                print(folder.shown(summary.closing_message(run)))
             if not folders:
                 raise ValueError("none of these runs has a step: run at least one")
             out = arguments.out or folders[0].files / "report.html"
             if arguments.out and out.exists() and not page.is_page(out):
                 raise ValueError(f"{out} is no page of this program, and is not replaced: give another --out")
-            page.write_page([folder.files for folder in folders], out, rollout_steps=arguments.rollout_steps)
+            page.write_page(runs, out, rollout_steps=arguments.rollout_steps)
             print(folders[0].shown(f"page: {out}, {out.stat().st_size / 1e6:.1f} MB"))
     except (ValueError, OSError) as error:
         parser.error(cli.in_words(error))

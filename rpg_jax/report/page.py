@@ -46,22 +46,19 @@ POINTS = 400  # most points of a curve
 COSTS = {"steps": "trained", "completions": "completions", "seconds": "time"}  # axis: the head of its column
 
 
-def write_page(run_dirs: Sequence[Path], out: Path, *, rollout_steps: int = ROLLOUT_STEPS) -> Path:
-    """Writes the page of the runs in these folders, finished or not, to the HTML file `out`; returns `out`.
-
-    The page holds the rollouts of at most `rollout_steps` steps of each run, spread evenly over the steps that have
-    any. A line on stderr names a rollout file that cannot be read. Raises ValueError if a run has no step, or if a
-    file with its metrics, config, versions or inputs is damaged.
-    """
+def write_page(runs: Sequence[Run], out: Path, *, rollout_steps: int = ROLLOUT_STEPS) -> Path:
+    """Writes `page_of` these runs to the HTML file `out`, and makes its folder; returns `out`."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, page_of([Run.read(folder) for folder in run_dirs], rollout_steps=rollout_steps))
+    write_atomically(out, page_of(runs, rollout_steps=rollout_steps))
     return out
 
 
 def page_of(runs: Sequence[Run], *, rollout_steps: int = ROLLOUT_STEPS) -> str:
-    """The page in HTML, with rollouts of at most `rollout_steps` steps of a run. ValueError for a run without steps."""
-    if empty := [str(run.folder) for run in runs if not run.records]:
-        raise ValueError(f"no steps in {', '.join(empty)}: metrics.jsonl is missing or empty; run at least one step")
+    """The page in HTML of runs that were read from their folders, finished or not, each with a step at least.
+
+    The page holds the rollouts of at most `rollout_steps` steps of each run, spread evenly over the steps that have
+    any. A line on stderr names a rollout file that cannot be read.
+    """
     configs = tables.configs_of(runs)
     data, chunks = _page_data(configs, rollout_steps=rollout_steps)
     style = (WEB / "page.css").read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rpg_jax.report.run_files import Run, Scores, read_config, read_metrics, series
+from rpg_jax.report.run_files import Run, Scores, series
 from rpg_jax.report.seeds import mean
 from rpg_jax.storage import write_atomically
 
@@ -169,29 +169,29 @@ def _draw_band(axes: Axes, curves: Iterable[Mapping[int, float]], scale: float, 
     return xs
 
 
-def draw_curves(run_dir: Path) -> Path:
-    """Writes `curves.png` into the folder of a run, from its `metrics.jsonl`, and returns the picture's path.
+def draw_curves(run: Run) -> Path:
+    """Writes `curves.png` into the folder that a run was read from, and returns the picture's path.
 
     Raw values are thin lines, their centred moving averages are bold, held-out evaluations are markers. The panel of a
-    metric that the run does not have stays empty. Raises ValueError if the run has no step, or a damaged file.
+    metric that the run does not have stays empty. Raises ValueError if the run has no step.
     """
-    records = read_metrics(run_dir)
-    if not records:
-        raise ValueError(f"no steps to draw: {run_dir / 'metrics.jsonl'} is missing or empty; run at least one step")
+    assert run.folder is not None
+    if not (records := run.records):
+        raise ValueError(f"no steps to draw: {run.folder / 'metrics.jsonl'} is missing or empty; run at least one step")
     supervised = any("epoch" in record for record in records)
     panels = [*(SUPERVISED_PANELS if supervised else PANELS)]
     if any(CONVERSATION_PANELS[0].key in record for record in records):
         panels += CONVERSATION_PANELS
     lines = len(panels) // 3
     figure = empty_figure(11, 2.9 * lines, dpi=150, w_pad=0.18, h_pad=0.12)
-    method = "supervised" if supervised else read_config(run_dir).get("method")
-    parts = [run_dir.resolve().name, method, f"step {records[-1]['step']}"]
+    method = "supervised" if supervised else run.config.get("method")
+    parts = [run.name, method, f"step {records[-1]['step']}"]
     figure.suptitle("   ·   ".join(str(p) for p in parts if p), x=0.012, ha="left", fontsize=10, color=MUTED)
     for axes, panel in zip(figure.subplots(lines, 3, sharex=True).flat, panels, strict=True):
         _draw_panel(axes, panel, records)
     for axes in figure.axes[-3:]:
         axes.set_xlabel("step", color=MUTED, fontsize=9, loc="right")
-    path = run_dir / "curves.png"
+    path = run.folder / "curves.png"
     write_atomically(path, png(figure))
     return path
 

@@ -54,10 +54,11 @@ FILES = (
 )
 
 
-def write_summary(run_dir: Path) -> Path:
-    """Writes `summary.md` into a run's folder and returns its path. Raises ValueError for a broken file of the run."""
-    path = run_dir / "summary.md"
-    write_atomically(path, summary_of(Run.read(run_dir)))
+def write_summary(run: Run) -> Path:
+    """Writes `summary.md` into the folder that a run was read from, and returns its path."""
+    assert run.folder is not None
+    path = run.folder / "summary.md"
+    write_atomically(path, summary_of(run))
     return path
 
 
@@ -74,17 +75,20 @@ def summary_of(run: Run) -> str:
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def closing_message(run_dir: Path) -> str:
+def closing_message(run: Run) -> str:
     """The last lines that a run prints: its first and last scores, and the paths of its curves and summary, if any."""
-    run, lines = Run.read(run_dir), []
+    assert run.folder is not None
+    lines = []
     if losses := series(run.records, "held_out_nll")[1]:
         lines.append(f"held-out loss: {losses[0]:.3f} → {losses[-1]:.3f} nats per token")
     for name, scores in run.evaluations.items():
         first, last = scores[0], scores[-1]
         start = f"{first['mean_at_k']:.3f} (step {first['step']}) → " if first is not last else ""
         lines.append(f"{name} accuracy: {start}{last['mean_at_k']:.3f} (step {last['step']})")
-    pages = (*FILES[:1], ("summary.md", "summary"))
-    return "\n".join([*lines, *(f"{note}: {run_dir / name}" for name, note in pages if (run_dir / name).exists())])
+    for name, note in (*FILES[:1], ("summary.md", "summary")):
+        if (run.folder / name).exists():
+            lines.append(f"{note}: {run.folder / name}")
+    return "\n".join(lines)
 
 
 def _scores(by_set: Mapping[str, list[dict[str, Any]]]) -> str:

@@ -21,6 +21,7 @@ from rpg_jax import storage
 from rpg_jax.parallel import hosts
 from rpg_jax.report import plots, summary
 from rpg_jax.report.progress import Progress
+from rpg_jax.report.run_files import Run
 from rpg_jax.rollout import weights_checksum
 from rpg_jax.runs import cli
 from rpg_jax.runs.checkpointing import Checkpointing
@@ -264,11 +265,11 @@ class Session:
         averages = bool(optimizer.evaluation_slots)
         if not hosts.is_first():
             return 0
-        files = self.folder.files
-        if not (files / "summary.md").exists() or self.now.number:
-            plots.draw_curves(files)
-            summary.write_summary(files)
-        print(self.folder.shown(summary.closing_message(files)))
+        run = Run.read(self.folder.files)
+        if not (self.folder.files / "summary.md").exists() or self.now.number:
+            plots.draw_curves(run)
+            summary.write_summary(run)
+        print(self.folder.shown(summary.closing_message(run)))
         print(f"weights checksum: {checksum:016x}" + averages * " (of the average, which evaluate and export use)")
         return 0
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from rpg_jax.report import page
+from rpg_jax.report.run_files import Run
 from rpg_jax.types import Turns
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -117,7 +118,7 @@ def opened(driver, leave_run, tmp_path):
         for method in ("GRPO", "DAPO")
         for seed in (0, 1)
     ]
-    found = Page(driver, page.write_page(runs, tmp_path / "report.html"))
+    found = Page(driver, page.write_page([Run.read(run) for run in runs], tmp_path / "report.html"))
     yield found
     assert found.trouble() == ([], [])
 
@@ -145,7 +146,7 @@ def test_the_switch_moves_tables_and_curves_to_another_cost(opened):
 
 
 def test_tables_and_the_switch_need_no_script(driver, leave_run, tmp_path):
-    file = page.write_page([leave_run(tmp_path / "a")], tmp_path / "report.html")
+    file = page.write_page([Run.read(leave_run(tmp_path / "a"))], tmp_path / "report.html")
     driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     driver.get(file.as_uri())
     driver.find_element("css selector", ".switch [value=seconds]").click()
@@ -186,7 +187,7 @@ def test_steps_groups_and_orders_can_be_chosen(opened):
 def test_a_run_that_writes_answers_backwards_says_so(driver, leave_run, tmp_path):
     tasks = {"backwards": {"name": "arithmetic", "reverse": True}, "files": {"name": "files", "reverse": True}}
     runs = [leave_run(tmp_path / name, config={"task": task}) for name, task in tasks.items()]
-    found = Page(driver, page.write_page(runs, tmp_path / "report.html"))
+    found = Page(driver, page.write_page([Run.read(run) for run in runs], tmp_path / "report.html"))
     assert "24 is 42" in found.text("#backwards")
     found.choose("run", "files")
     found.until("return document.querySelector('#backwards').hidden")
@@ -243,7 +244,8 @@ def test_it_fits_both_widths_and_follows_the_colour_scheme(opened):
 def test_a_conversation_shows_its_turns_and_what_the_environment_wrote_in_grey(driver, leave_run, tmp_path):
     turns = Turns(np.array([0, 0, 1, 1, 0, 0]) == 1, np.float32([0.25, -1]), "timeout")
     texts = ["<tool_call>x</tool_call>", "b"]
-    found = Page(driver, page.write_page([leave_run(tmp_path / "a", turns=turns, texts=texts)], tmp_path / "r.html"))
+    run = Run.read(leave_run(tmp_path / "a", turns=turns, texts=texts))
+    found = Page(driver, page.write_page([run], tmp_path / "r.html"))
     assert [mark.text for mark in found.all(".chosen .turn")] == ["turn 1 · reward 0.25", "environment",
                                                                   "turn 2 · reward −1.00"]  # fmt: skip
     assert [t.get_attribute("data-token") for t in found.all(".chosen .token.observed")] == ["2", "3"]
@@ -264,7 +266,7 @@ def test_a_conversation_shows_its_turns_and_what_the_environment_wrote_in_grey(d
 
 def test_a_long_completion_shows_its_end_its_special_tokens_the_answer_and_what_is_sought(driver, leave_run, tmp_path):
     run = leave_run(tmp_path / "a", tokens=300, texts=["up ", "down\n", "no answer "], prompt="Where to, for {}?")
-    found = Page(driver, page.write_page([run], tmp_path / "report.html"))
+    found = Page(driver, page.write_page([Run.read(run)], tmp_path / "report.html"))
     whole = found.run("return textOf(state.list[0])")
     shown = found.find("#list .row .ending").get_attribute("innerText")
     assert len(whole) > 1000 and shown.startswith("…") and " ".join(whole.split()).endswith(shown[1:])
@@ -289,7 +291,7 @@ def test_scripts_in_prompts_completions_and_names_are_text(driver, leave_run, tm
     run = leave_run(
         tmp_path / "<script>window.stolen = 1<script>", texts=[EVIL, "b"], prompt=EVIL, config={"method": EVIL}
     )
-    found = Page(driver, page.write_page([run], tmp_path / "report.html"))
+    found = Page(driver, page.write_page([Run.read(run)], tmp_path / "report.html"))
     assert "<script>window.stolen = 1<script>" in found.text("#runs") and EVIL in found.text(".prompt")
     assert EVIL in found.text(".chosen .tokens") and EVIL in found.text("#results tbody th")
     found.choose("step", "every step kept")
@@ -311,7 +313,7 @@ requestAnimationFrame(() => setTimeout(() => done(performance.now() - start)));
 
 def test_ten_thousand_completions_keep_few_rows_and_find_every_one(driver, leave_run, tmp_path):
     run = leave_run(tmp_path / "large", groups=1250, size=8, tokens=40, texts=list("abcdefghijklmnopqrstuvwxyz +="))
-    file = page.write_page([run], tmp_path / "report.html", rollout_steps=1)
+    file = page.write_page([Run.read(run)], tmp_path / "report.html", rollout_steps=1)
     found = Page(driver, file)
     assert found.text("#count").startswith("10,000 of 10,000")
     paint = found.until("return performance.getEntriesByName('first-contentful-paint')[0]?.startTime")

@@ -116,7 +116,7 @@ def test_text_of_runs_stays_text(leave_run, tmp_path):
     folder = leave_run(
         tmp_path / "<script>alert(0)<script>", texts=[EVIL, "\u2029"], prompt=EVIL + "{}", config={"method": EVIL}
     )
-    text = page.write_page([folder], tmp_path / "out/report.html").read_text(encoding="utf-8")
+    text = page.write_page([Run.read(folder)], tmp_path / "out/report.html").read_text(encoding="utf-8")
     found = Elements(text)
     scripts = [attributes for tag, attributes in found.tags if tag == "script"]
     assert scripts == [
@@ -132,7 +132,7 @@ def test_text_of_runs_stays_text(leave_run, tmp_path):
 
 
 def test_the_policy_names_our_script_and_style_and_no_source_else(leave_run, tmp_path):
-    text = page.write_page([leave_run(tmp_path / "a")], tmp_path / "report.html").read_text(encoding="utf-8")
+    text = page.write_page([Run.read(leave_run(tmp_path / "a"))], tmp_path / "report.html").read_text(encoding="utf-8")
     found = Elements(text)
     policy = next(own["content"] for tag, own in found.tags if own.get("http-equiv") == "Content-Security-Policy")
     for kind, content in (("script", found.scripts["script"]), ("style", found.scripts["style"])):
@@ -145,7 +145,7 @@ def test_the_policy_names_our_script_and_style_and_no_source_else(leave_run, tmp
 
 
 def test_without_scripts_the_page_has_its_tables(leave_run, tmp_path):
-    text = page.write_page([leave_run(tmp_path / "a")], tmp_path / "report.html").read_text(encoding="utf-8")
+    text = page.write_page([Run.read(leave_run(tmp_path / "a"))], tmp_path / "report.html").read_text(encoding="utf-8")
     body = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
     cells = re.findall(r"<td[^>]*>(.*?)</td>", body)
     assert "<span>48.0</span><small></small>" in cells and "step 10" in cells, "Last, and the step that it is of"
@@ -154,7 +154,7 @@ def test_without_scripts_the_page_has_its_tables(leave_run, tmp_path):
 
 
 def test_the_same_runs_give_the_same_page(leave_run, tmp_path):
-    run = leave_run(tmp_path / "a")
+    run = Run.read(leave_run(tmp_path / "a"))
     first, second = (page.write_page([run], tmp_path / name).read_bytes() for name in ("1.html", "2.html"))
     assert first == second
 

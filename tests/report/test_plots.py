@@ -33,7 +33,7 @@ def log(run_dir, records, tail=""):
     (run_dir / "metrics.jsonl").write_text(
         "".join(json.dumps(record) + "\n" for record in records) + tail, encoding="utf-8"
     )
-    return run_dir
+    return Run.read(run_dir)
 
 
 def pixels(path, color):
@@ -57,23 +57,23 @@ def test_a_run_with_an_environment_has_a_line_of_panels_more(tmp_path):
 
 
 def test_held_out_accuracy_appears_once_there_is_an_evaluation(tmp_path):
-    run_dir = log(tmp_path / "run", [{"step": 1, **FULL}])
-    assert pixels(draw_curves(run_dir), HELD_OUT) == 0
-    log(run_dir, [{"step": 1, **FULL, "eval/accuracy": 0.6}])
-    accuracy = pixels(draw_curves(run_dir), HELD_OUT)
-    log(run_dir, [{"step": 1, **FULL, "eval/accuracy": 0.6, "eval/reward": 0.1}])
-    assert 0 < accuracy < pixels(draw_curves(run_dir), HELD_OUT), "the reward stands beside it"
+    run = log(tmp_path / "run", [{"step": 1, **FULL}])
+    assert pixels(draw_curves(run), HELD_OUT) == 0
+    run = log(tmp_path / "run", [{"step": 1, **FULL, "eval/accuracy": 0.6}])
+    accuracy = pixels(draw_curves(run), HELD_OUT)
+    run = log(tmp_path / "run", [{"step": 1, **FULL, "eval/accuracy": 0.6, "eval/reward": 0.1}])
+    assert 0 < accuracy < pixels(draw_curves(run), HELD_OUT), "the reward stands beside it"
 
 
 def test_killed_and_odd_runs_are_drawn_too(tmp_path):
-    log(tmp_path, [{"step": 1, "reward": float("nan")}, {"step": 2, "reward": None}], tail='{"step": 3, "rew')
-    assert draw_curves(tmp_path) == tmp_path / "curves.png"
+    run = log(tmp_path, [{"step": 1, "reward": float("nan")}, {"step": 2, "reward": None}], tail='{"step": 3, "rew')
+    assert draw_curves(run) == tmp_path / "curves.png"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
 
 
 def test_a_run_without_steps_says_so(tmp_path):
     with pytest.raises(ValueError, match="no steps to draw"):
-        draw_curves(tmp_path)
+        draw_curves(Run.read(tmp_path))
 
 
 def test_smoothing_keeps_length_level_and_ends():
@@ -108,8 +108,8 @@ def test_seeds_are_compared_at_the_steps_that_all_have():
 def test_a_dollar_in_a_name_is_no_formula(tmp_path):
     name = r"a$\frac{b$ and $\undefined$"
     (folder := tmp_path / name).mkdir()
-    log(folder, [{"step": step, f"eval/{name}/mean_at_k": 0.5, "reward": 0.1} for step in (1, 2)])
-    assert draw_curves(folder).stat().st_size > 1000
+    run = log(folder, [{"step": step, f"eval/{name}/mean_at_k": 0.5, "reward": 0.1} for step in (1, 2)])
+    assert draw_curves(run).stat().st_size > 1000
 
 
 ASKS_FOR_LATEX = """

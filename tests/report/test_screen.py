@@ -13,6 +13,7 @@ import pytest
 from rich.table import Table
 
 from rpg_jax.report import scores, screen, summary
+from rpg_jax.report.run_files import Run
 
 ROOT = Path(__file__).parents[2]
 TITLE, CLIPBOARD, UP, C1 = "\x1b]0;owned\x07", "\x1b]52;c;cm0=\x07", "\x1b[2A\x1b[2K", "\x9b31m"
@@ -110,7 +111,7 @@ def rendered(markdown):
 @pytest.mark.parametrize("name", ["summary", "scores"])
 def test_a_page_of_markdown_has_no_markup_of_others(tmp_path, name):
     if name == "summary":
-        page = summary.write_summary(hostile_run(tmp_path / "r")).read_text(encoding="utf-8")
+        page = summary.write_summary(Run.read(hostile_run(tmp_path / "r"))).read_text(encoding="utf-8")
     else:
         record = {
             "set": HOSTILE,
