@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rpg_jax.reproduction.run_tables import progress_bars
+from rpg_jax.report.progress import Progress
 from rpg_jax.runs import cli, run_folder
 from rpg_jax.storage import write_atomically
 
@@ -27,9 +27,8 @@ def parser(name: str, description: str | None) -> cli.Parser:
 @contextlib.contextmanager
 def counted(name: str, rows: int) -> Iterator[OnRow]:
     """Shows a progress bar of `rows` rows. The value of the context is a function to call before each row."""
-    with progress_bars() as progress:
-        bar = progress.add_task(name, total=rows)
-        yield lambda experiment, row: progress.update(bar, advance=1, description=f"{experiment}: {row}")
+    with Progress(rows, title=name, unit="row") as progress:
+        yield lambda experiment, row: progress.update(progress.step + 1, {}, title=f"{experiment}: {row}")
 
 
 def made_with() -> dict[str, Any]:

@@ -25,7 +25,7 @@ from experiments.objective.design import (
     count_units,
 )
 from experiments.objective.paths import PathSettings
-from rpg_jax.reproduction.run_tables import progress_bars
+from rpg_jax.report.progress import Progress
 from rpg_jax.reproduction.workers import cores
 from rpg_jax.runs import cli
 from rpg_jax.storage import write_atomically
@@ -56,13 +56,10 @@ def measure(options: argparse.Namespace) -> int:
 def make_runs(out: Path, settings: ObjectiveSettings, jobs: int) -> Path:
     """Makes the runs that `out` lacks; returns the file that has them."""
     total = count_units(settings)
-    with progress_bars() as progress:
-        bar = progress.add_task("objective", total=total)
+    with Progress(total, title="objective", unit="unit") as progress:
 
         def on_unit(name: str, done: int) -> None:
-            progress.update(bar, completed=done, description=name)
-            if not progress.console.is_terminal:
-                print(f"{done} of {total}: {name}", file=sys.stderr)
+            progress.update(done, {}, title=name)
 
         runs.run_objective(settings, out / "objective.jsonl", jobs=jobs, on_unit=on_unit)
     data = out / "objective.jsonl.gz"

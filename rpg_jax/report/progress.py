@@ -88,12 +88,18 @@ class Progress:
         elif self._unprinted:
             self._print_line()
 
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows step `step` (1 is the first) as done, and those of `metrics` that are in `SHOWN`."""
+    def update(self, step: int, metrics: Mapping[str, float], *, title: str | None = None) -> None:
+        """Shows step `step` (1 is the first) as done, and those of `metrics` that are in `SHOWN`.
+
+        `title` takes the place of the title; None changes nothing.
+        """
+        self.title = self.title if title is None else title
         now = self._clock()
-        if self._done_at is not None and step > self.step:
-            self._seconds.append((now - self._done_at) / (step - self.step))
-        self.step, self._done_at = step, now
+        if step > self.step:
+            if self._done_at is not None:
+                self._seconds.append((now - self._done_at) / (step - self.step))
+            self._done_at = now
+        self.step = step
         self._latest.update(metrics)
         self._unprinted = True
         if not self._live and (now - self._printed_at >= self.every or step == self.total):

@@ -12,15 +12,13 @@ import platform
 import shlex
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import rpg_jax
-from rpg_jax.report import screen
+from rpg_jax.report.progress import Progress
 from rpg_jax.report.run_files import read_config, read_metrics
 from rpg_jax.reproduction import page, results, sweeps
 from rpg_jax.reproduction.results import Results
@@ -76,7 +74,7 @@ def make_table(name: str, table: Table, options: TableOptions) -> tuple[Path, di
     chosen = {row: values for row, values in sweeps.best_values(scan).items() if row in table.rows} if scan else None
     at_rates = table if chosen is None else table.with_settings(chosen)
     planned = results.missing(at_rates.planned_runs(options.seeds), kept)
-    failed |= _run(planned, options)
+    failed |= train_runs(planned, options.out, jobs=options.jobs, extra=options.extra)
     found = Results(name, table, results.collect(planned, options.out), *_about(options), scan)
     if kept:
         found = results.merge(kept, found, list(TABLES[name].rows))
@@ -134,7 +132,7 @@ def _scan(
         )
     scanned = table.scan()
     planned = results.missing(scanned.planned_runs(table.scan_seeds), kept)
-    failed = _run(planned, options)
+    failed = train_runs(planned, options.out, jobs=options.jobs, extra=options.extra)
     runs = results.collect(planned, options.out, results.SCAN_COLUMNS, evaluated=False)
     scan = Results(f"{name}-scan", scanned, runs, *_about(options))
     return (results.merge(kept, scan, list(TABLES[name].scan().rows)) if kept else scan), failed
@@ -157,7 +155,7 @@ def arguments(plan: PlannedRun, out: Path, extra: Sequence[str]) -> list[str]:
     ]
 
 
-def _progress_of(plan: PlannedRun, out: Path) -> tuple[int, bool]:
+def _steps_done(plan: PlannedRun, out: Path) -> tuple[int, bool]:
     """(steps done, whether the run has ended and written its summary)."""
     folder = out / "runs" / plan.name
     records = read_metrics(folder)
@@ -201,42 +199,12 @@ def locked(out: Path) -> Iterator[int]:
         yield file.fileno()
 
 
-def _run(planned: Sequence[PlannedRun], options: TableOptions) -> dict[str, Path]:
-    """Trains the planned runs that have not ended, with a bar; returns the logs of the runs that failed."""
-    if not planned:
-        return {}
-    with progress_bars() as progress:
-        bar = progress.add_task(f"0/{len(planned)} runs", total=None)
-        printed = time.monotonic()
-
-        def on_progress(steps: int, ended: int, running: list[str]) -> None:
-            nonlocal printed
-            configs = (read_config(options.out / "runs" / plan.name) for plan in planned)
-            each = next((int(config["train"]["steps"]) for config in configs if config), 0)  # 0: none has started
-            total = each * len(planned)
-            text = f"{ended}/{len(planned)} runs; now {', '.join(running)}"
-            progress.update(bar, completed=steps, total=total or None, description=text)
-            if not progress.console.is_terminal and time.monotonic() - printed > LINE_SECONDS:
-                printed = time.monotonic()
-                print(f"{text}; step {steps} of {total or '?'} in all; logs in {options.out / 'logs'}", file=sys.stderr)
-
-        return train_runs(planned, options.out, jobs=options.jobs, extra=options.extra, on_progress=on_progress)
-
-
-def train_runs(
-    planned: Sequence[PlannedRun],
-    out: Path,
-    *,
-    jobs: int,
-    extra: Sequence[str] = (),
-    on_progress: Callable[[int, int, list[str]], None] = lambda steps, ended, running: None,
-) -> dict[str, Path]:
+def train_runs(planned: Sequence[PlannedRun], out: Path, *, jobs: int, extra: Sequence[str] = ()) -> dict[str, Path]:
     """Trains the planned runs that have not ended, `jobs` at once; returns {"row, seed N": log} of runs that failed.
 
     In a new folder the first run is alone, and makes the warm start and the compiled programs that all runs share. If
     the first run fails, no other run starts. Ctrl-C, SIGTERM and a closed terminal stop the runs after their steps in
-    progress; the same call continues them. `on_progress` is called twice a second with the sum of the steps of all
-    runs, the number of ended runs, and the running ones as "row, seed N".
+    progress; the same call continues them. The screen shows the running ones, and the steps of all runs.
 
     Raises ValueError if `out` has runs with other overrides than `extra`, or of another config than `planned`, or if
     another command is at work in it; KeyboardInterrupt or SystemExit after a signal.
@@ -246,24 +214,29 @@ def train_runs(
         (out / "logs").mkdir(parents=True, exist_ok=True)
         for plan in planned:
             check_config(plan, out, extra)
-        progress = {plan.name: _progress_of(plan, out) for plan in planned}
-        plans = {plan.name: plan for plan in planned if not progress[plan.name][1]}
+        done = {plan.name: _steps_done(plan, out) for plan in planned}
+        plans = {plan.name: plan for plan in planned if not done[plan.name][1]}
         tasks = [
             Task(plan.name, WORK, arguments(plan, out, extra), out / "logs" / f"{plan.name}.log")
             for plan in plans.values()
         ]
         failed: dict[str, Path] = {}
+        total = sum(config_files.load(plan.config, [*plan.overrides, *extra]).config.train.steps for plan in planned)
+        first = sum(steps for steps, _ in done.values())
+        with Progress(total, first=first, title=f"{len(planned)} runs", every=LINE_SECONDS) as progress:
 
-        def on_tick(running: Sequence[Task]) -> None:
-            progress.update({task.name: _progress_of(plans[task.name], out) for task in running})
-            steps, ends = zip(*progress.values(), strict=True)
-            on_progress(sum(steps), sum(ends), [str(plans[task.name]) for task in running])
+            def on_tick(running: Sequence[Task]) -> None:
+                done.update({task.name: _steps_done(plans[task.name], out) for task in running})
+                ended = sum(has_ended for _, has_ended in done.values())
+                now = f"; now {', '.join(str(plans[task.name]) for task in running)}" if running else ""
+                steps = sum(steps for steps, _ in done.values())
+                progress.update(steps, {}, title=f"{ended}/{len(planned)} runs{now}")
 
-        first_alone = not any((out / "warm_starts").glob("*"))
-        for done in run_tasks(tasks, jobs=jobs, inherited=lock, first_alone=first_alone, on_tick=on_tick):
-            progress[done.task.name] = _progress_of(plans[done.task.name], out)
-            if done.code:
-                failed[str(plans[done.task.name])] = done.task.log
+            first_alone = not any((out / "warm_starts").glob("*"))
+            for result in run_tasks(tasks, jobs=jobs, inherited=lock, first_alone=first_alone, on_tick=on_tick):
+                done[result.task.name] = _steps_done(plans[result.task.name], out)
+                if result.code:
+                    failed[str(plans[result.task.name])] = result.task.log
     return failed
 
 
@@ -274,15 +247,6 @@ def train_in_worker(arguments: Sequence[str]) -> int:
 
 
 WORK = f"{__name__}:{train_in_worker.__name__}"
-
-
-def progress_bars() -> Progress:
-    """A display of rich, on stdout: for each task its description, a bar, the count, the time spent, the time left."""
-    return Progress(
-        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
-        TimeRemainingColumn(),
-        console=screen.console(),
-    )
 
 
 def platform_name() -> str:

@@ -196,20 +196,19 @@ for line in sys.stdin:
 """
 
 
-def test_failed_cells_are_reported_and_ended_ones_not_run_again(tmp_path, monkeypatch):
+def test_failed_cells_are_reported_and_ended_ones_not_run_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(workers, "WORKER", (sys.executable, "-c", FAKE_WORKER))
     monkeypatch.setattr(run_tables, "arguments", lambda cell, out, extra: [str(out / "runs" / cell.name)])
     monkeypatch.setattr(workers, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(run_tables, "check_config", lambda *_: None)  # the worker of this test writes none
     cells = TABLES["small"].only(["DAPO", "GRPO", "CISPO"]).planned_runs([0])
-    heard = []
     for _ in range(2):
-        failed = run_tables.train_runs(cells, tmp_path, jobs=2, on_progress=lambda *progress: heard.append(progress))
+        failed = run_tables.train_runs(cells, tmp_path, jobs=2)
         assert list(failed) == ["GRPO, seed 0"]
     assert "out of cheese" in failed["GRPO, seed 0"].read_text(encoding="utf-8")
     started = (tmp_path / "started").read_text(encoding="utf-8").split()
     assert sorted(started) == ["small-CISPO-seed0", "small-DAPO-seed0", *2 * ["small-GRPO-seed0"]]
-    assert heard[-1] == (2, 2, [])
+    assert capsys.readouterr().err.splitlines()[-1] == "2/3 runs: step 2/180"
 
 
 SLOW_WORKER = """
