@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rpg_jax.report.run_files import Run, Scores, series
-from rpg_jax.report.seeds import mean
+from rpg_jax.report.run_files import Run, series
+from rpg_jax.report.seeds import Values, mean
 from rpg_jax.storage import write_atomically
 
 if TYPE_CHECKING:  # matplotlib takes a second to import: a run loads it when it draws
@@ -232,19 +232,20 @@ def _last(axes: Axes, text: str, color: str, height: float) -> None:
     axes.text(1, height, text, transform=axes.transAxes, ha="right", fontsize=9.5, fontweight="bold", color=color)
 
 
-def draw_scores(scores: Mapping[str, Mapping[int, Scores]], compared_with: Mapping[str, str]) -> bytes:
+def draw_scores(last: Mapping[str, Values], compared_with: Mapping[str, str]) -> bytes:
     """PNG: Last, Mean@k after the last step, of each held-out set. A row has its mean, 95 % interval, a dot a seed.
 
     Args:
-      scores: {row: {seed: what `Run.scores` returns}}; all runs have the same sets.
+      last: {held-out set: {row: {seed: Last in %}}}.
       compared_with: {row: the row that it is compared with, maybe itself}. A row that others are compared with has
         another colour, and a line at its mean.
     """
-    rows, names = list(scores), held_out_sets(scores)
-    figure = empty_figure(4.2 * len(names) + 1.5, 0.34 * len(rows) + 1.6)
-    for axes, name in zip(np.atleast_1d(figure.subplots(1, len(names), sharey=True)), names, strict=True):
-        for y, row in enumerate(rows):
-            values = [100 * of_run[name]["last"] for of_run in scores[row].values()]
+    rows = list(compared_with)
+    figure = empty_figure(4.2 * len(last) + 1.5, 0.34 * len(rows) + 1.6)
+    panels = np.atleast_1d(figure.subplots(1, len(last), sharey=True))
+    for axes, (name, by_row) in zip(panels, last.items(), strict=True):
+        for row, by_seed in by_row.items():
+            y, values = rows.index(row), list(by_seed.values())
             m = mean(values)
             compared = [place for place, other in enumerate(rows) if compared_with[other] == row]
             colour = COLOURS[1] if compared else COLOURS[0]
@@ -306,8 +307,3 @@ def draw_drift(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> bytes 
         axes.set_xlabel("step", color=MUTED, fontsize=9)
     legend_below(figure)
     return png(figure)
-
-
-def held_out_sets(scores: Mapping[str, Mapping[int, Scores]]) -> list[str]:
-    """The names of the held-out sets of {row: {seed: what `Run.scores` returns}}, by the first run of the first row."""
-    return list(next(iter(next(iter(scores.values())).values())))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+Values = Mapping[str, Mapping[int, float]]  # {row: {seed: value}}
 SEEDS_TO_RANK = 3  # with two seeds the 95 % interval is 12.7 standard errors to either side
 
 
@@ -35,10 +36,6 @@ class Mean:
         State `bound` before the runs. An interval that merely contains 0 does not show that a difference is small."""
         return abs(self.value) + self.half <= bound
 
-    def times(self, factor: float) -> Mean:
-        """The mean and interval of the values times `factor`, which is positive."""
-        return Mean(factor * self.value, factor * self.half, self.seeds)
-
 
 def mean(values: Sequence[float]) -> Mean:
     """The mean of n ≥ 1 values, one for each seed, with its interval from Student's t with n − 1 degrees of freedom."""
@@ -62,16 +59,16 @@ def paired_difference(row: Mapping[int, float], baseline: Mapping[int, float]) -
     return mean([row[seed] - baseline[seed] for seed in seeds])
 
 
-def pooled(values: Mapping[str, Mapping[int, float]], rows: Sequence[str]) -> dict[int, float]:
-    """{seed: mean over `rows`} of `values`, {row: {seed: value}}, for the seeds that all of these rows have."""
+def pooled(values: Values, rows: Sequence[str]) -> dict[int, float]:
+    """{seed: mean over `rows`} of `values`, for the seeds that all of these rows have."""
     seeds = sorted(set.intersection(*(set(values[row]) for row in rows)))
     return {seed: float(np.mean([values[row][seed] for row in rows])) for seed in seeds}
 
 
-def over_starts(values: Mapping[str, Mapping[int, float]], rows: Sequence[str], others: Sequence[str]) -> Mean:
+def over_starts(values: Values, rows: Sequence[str], others: Sequence[str]) -> Mean:
     """The mean of row − other over starting weights: `rows` and `others` name one row for each start, in equal order.
 
-    Of each start, the differences in `values`, {row: {seed: value}}, are averaged over seeds first. Runs from one start
+    Of each start, the differences in `values` are averaged over seeds first. Runs from one start
     are not independent, so each start counts as one draw. Raises ValueError if two rows have no seed in common.
     """
     return mean([paired_difference(values[row], values[other]).value for row, other in zip(rows, others, strict=True)])

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from rpg_jax.report import plots
-from rpg_jax.report.plots import held_out_sets
 from rpg_jax.report.progress import duration
-from rpg_jax.report.run_files import QUANTITIES, Run, Scores, series
-from rpg_jax.report.seeds import SEEDS_TO_RANK, Mean, mean, ranks
+from rpg_jax.report.run_files import QUANTITIES, Run, series
+from rpg_jax.report.seeds import SEEDS_TO_RANK, Mean, Values, mean, ranks_of
 from rpg_jax.report.tables import markdown_table
 from rpg_jax.reproduction import sweeps
-from rpg_jax.reproduction.results import Results
+from rpg_jax.reproduction.results import Results, Rows
 from rpg_jax.reproduction.tables import LEARNING_RATE, TABLES, Table
 from rpg_jax.reproduction.training import all_differences, difference_table, equal_cost, training_table
 from rpg_jax.runs import run_names
@@ -21,7 +20,7 @@ from rpg_jax.storage import write_atomically
 
 PAPER = Path(__file__).with_name("paper_tables.json")
 SHOWN = 6  # most rows in a figure with lines: the eye tells no more apart
-ScoresOfRows = dict[str, dict[int, Scores]]  # {row: {seed: scores}}
+Columns = dict[tuple[str, str], dict[str, dict[int, float]]]  # {(held-out set, one of QUANTITIES): {row: {seed: %}}}
 HEADS = {"last": "Last", "best": "Best", "pass": "pass@k"}
 
 
@@ -30,27 +29,23 @@ def write_page(results: Results, folder: Path) -> Path:
 
     NAME is `results.name`. The folder is made. Equal results give equal pages. Raises ValueError if no run has a score.
     """
-    scores: ScoresOfRows = {}
-    for run in results.runs:
-        if own := run.scores():
-            scores.setdefault(run.row, {})[run.seed] = own
-    if not scores:
-        raise ValueError(f"{results.name} has no evaluated run")
     name, table, rows = results.name, _in_words_of_today(results), results.rows()
+    if not (scores := _scores(rows)):
+        raise ValueError(f"{results.name} has no evaluated run")
+    last = {name: by_row for (name, quantity), by_row in scores.items() if quantity == "last"}
     equal = equal_cost(table, rows)
     parts = [f"# {table.title}", _origin(results)]
     parts += _changed_rows(results, TABLES[name].rows) if name in TABLES else []
-    parts += [_explanation(table, results, scores, unequal=bool(equal)), _score_table(scores)]
-    parts += ["## Differences", *_differences(table, scores)]
+    parts += [_explanation(table, results, scores, unequal=bool(equal)), _score_table(rows, scores)]
+    parts += ["## Differences", *_differences(table, rows, last)]
     parts += ["## While training", *training_table(table, rows)]
     parts += ["## At equal updates, completions and seconds", *equal] if equal else []
     folder.mkdir(parents=True, exist_ok=True)
-    shown = {row: [run for run in results.runs if run.row == row] for row in _rows_to_show(table, scores)}
-    sets = held_out_sets(scores)
-    compared = {row: table.compared_with(row) for row in scores}
-    parts += _figure("Last by row", folder / f"{name}.png", plots.draw_scores(scores, compared))
-    parts += _figure("Training dynamics", folder / f"{name}-dynamics.png", plots.draw_dynamics(shown, sets))
-    parts += _figure("What changes beside accuracy", folder / f"{name}-drift.png", plots.draw_drift(shown, sets))
+    shown = {row: list(rows[row].values()) for row in _rows_to_show(table, rows)}
+    compared = {row: table.compared_with(row) for row in rows}
+    parts += _figure("Last by row", folder / f"{name}.png", plots.draw_scores(last, compared))
+    parts += _figure("Training dynamics", folder / f"{name}-dynamics.png", plots.draw_dynamics(shown, list(last)))
+    parts += _figure("What changes beside accuracy", folder / f"{name}-drift.png", plots.draw_drift(shown, list(last)))
     if sweep := results if table.swept else results.scan:  # the runs that values are chosen from
         parts += ["## Learning rates" if results.scan else "## Best value of each method", *sweeps.section(sweep)]
     parts += _code_of_rows(results)
@@ -59,6 +54,17 @@ def write_page(results: Results, folder: Path) -> Path:
     page = folder / f"{name}.md"
     write_atomically(page, "\n\n".join(parts) + "\n")
     return page
+
+
+def _scores(rows: Rows) -> Columns:
+    """The scores of the runs in %. A run without an evaluation has none."""
+    found: Columns = {}
+    for row, by_seed in rows.items():
+        for seed, run in by_seed.items():
+            for name, own in run.scores().items():
+                for quantity in QUANTITIES:
+                    found.setdefault((name, quantity), {}).setdefault(row, {})[seed] = 100 * own[quantity]
+    return found
 
 
 def _in_words_of_today(results: Results) -> Table:
@@ -78,17 +84,13 @@ def _figure(caption: str, file: Path, image: bytes | None) -> list[str]:
     return [f"![{caption}]({file.name})"]
 
 
-def _rows_to_show(table: Table, scores: ScoresOfRows) -> list[str]:
-    """At most `SHOWN` rows: the rows that the table names, else the paper's six rows, else the first rows."""
-    rows = list(scores)
-    if len(rows) <= SHOWN:
-        return rows
-    published = json.loads(PAPER.read_text(encoding="utf-8"))["table3_qwen3_4b_8k"]
-    chosen = [row for row in table.shown or published if row in rows]
-    return (chosen or rows)[:SHOWN]
+def _rows_to_show(table: Table, rows: Rows) -> list[str]:
+    """At most `SHOWN` rows: the rows that the table names, else the first rows."""
+    chosen = [row for row in table.shown if row in rows] if len(rows) > SHOWN else []
+    return (chosen or list(rows))[:SHOWN]
 
 
-def _explanation(table: Table, results: Results, scores: ScoresOfRows, *, unequal: bool) -> str:
+def _explanation(table: Table, results: Results, scores: Columns, *, unequal: bool) -> str:
     lines = [
         f"{table.paper}.",
         _learning_rates(results),
@@ -96,7 +98,7 @@ def _explanation(table: Table, results: Results, scores: ScoresOfRows, *, unequa
         "evaluations: a maximum over noisy numbers, never below Last; pass@k is that of the last evaluation.",
         "A cell is the mean over seeds ± half of a 95 % interval (Student's t), which can reach beyond 100 %.",
     ]
-    if _marks(scores):
+    if all(len(own) >= SEEDS_TO_RANK for by_row in scores.values() for own in by_row.values()):
         lines.append(
             "In each column the **highest** value is bold and, in tables of four rows or more, the <u>second highest"
             "</u> underlined. Neither means that a difference is real: see the next table."
@@ -124,38 +126,30 @@ def _learning_rates(results: Results) -> str:
     return f"The rows have the learning rates {', '.join(map(run_names.shown, rates))}."
 
 
-def _marks(scores: ScoresOfRows) -> bool:
-    return min(map(len, scores.values())) >= SEEDS_TO_RANK
-
-
-def _score_table(scores: ScoresOfRows) -> str:
+def _score_table(rows: Rows, scores: Columns) -> str:
     """Last, Best and pass@k of each set with intervals.
 
-    If there are enough seeds, the best value is bold and the second best is underlined.
+    If there are enough seeds, the best value is bold and, of four rows or more, the second best is underlined.
     """
-    sets = held_out_sets(scores)
-    columns = []
-    for s in sets:
-        for q in QUANTITIES:
-            means = [mean([cell[s][q] for cell in by_seed.values()]) for by_seed in scores.values()]
-            places = ranks([m.value for m in means])
-            marked = [] if not _marks(scores) else [1, 2] if len(means) > 3 else [1]
-            columns.append([_marked(m.times(100), p if p in marked else 0) for m, p in zip(means, places, strict=True)])
-    cells = zip(*columns, strict=True)
-    rows = [[row, *own, len(by_seed)] for (row, by_seed), own in zip(scores.items(), cells, strict=True)]
-    head = ["", *(f"{s} {HEADS[q]}" for s in sets for q in QUANTITIES), "seeds"]
-    return markdown_table(head, rows, numbers=range(1, len(head)))
+    lines: list[list[object]] = [[row] for row in rows]
+    for by_row in scores.values():
+        means = {row: mean(list(own.values())) for row, own in by_row.items()}
+        places = dict(zip(means, ranks_of(list(means.values())), strict=False))
+        for line, row in zip(lines, rows, strict=True):
+            rank = places.get(row, 0)
+            line.append(_marked(means[row], 0 if rank == 2 and len(means) < 4 else rank) if row in means else "–")
+    lines = [[*line, len(by_seed)] for line, by_seed in zip(lines, rows.values(), strict=True)]
+    head = ["", *(f"{name} {HEADS[quantity]}" for name, quantity in scores), "seeds"]
+    return markdown_table(head, lines, numbers=range(1, len(head)))
 
 
-def _differences(table: Table, scores: ScoresOfRows) -> list[str]:
+def _differences(table: Table, rows: Rows, last: Mapping[str, Values]) -> list[str]:
     """Paragraphs and a table: Last of each set minus Last of the compared row, paired by seed."""
-    sets = held_out_sets(scores)
-    last = {s: {row: {x: 100 * c[s]["last"] for x, c in by.items()} for row, by in scores.items()} for s in sets}
-    missing = sorted({table.compared_with(row) for row in scores} - set(scores))
+    missing = sorted({table.compared_with(row) for row in rows} - set(rows))
     return [
         "Differences in Last, paired by seed, in points; one in *italics* has a 95 % interval that excludes 0.",
         *([f"{', '.join(missing)}: not run."] if missing else []),
-        difference_table(table, scores, last),
+        difference_table(table, rows, last),
         *all_differences(table, last),
     ]
 

@@ -275,6 +275,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             {name: _method(name, **_OF_SMOLLM2) for name in _PRETRAINED}
             | {"no KL": _method(_RPG, **_OF_SMOLLM2, loss__kl_coef=0)},
             baseline="DAPO",
+            shown=("GRPO", "DAPO", _DIFFERENTIABLE, _RPG),
             config="configs/smollm2_135m_sums.py",
             paper="In the paper: Tables 3 and 8, at 4 and 7 billion parameters. Here a pretrained model of 135 million "
             "learns 'What is a + b?'. `python -m launch.pretrained smollm2-135m` makes the folder of its "

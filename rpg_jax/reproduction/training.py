@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 from rpg_jax.report.plots import TABLE_PANELS
 from rpg_jax.report.run_files import Run
-from rpg_jax.report.seeds import Mean, mean, over_starts, paired_difference, pooled, tally
+from rpg_jax.report.seeds import Mean, Values, mean, over_starts, paired_difference, pooled, tally
 from rpg_jax.report.tables import markdown_table
 from rpg_jax.reproduction.results import Rows
 from rpg_jax.reproduction.tables import Table
@@ -53,7 +53,7 @@ def training_table(table: Table, rows: Rows) -> list[str]:
     ]
 
 
-def all_differences(table: Table, columns: Mapping[str, Mapping[str, Mapping[int, float]]]) -> list[str]:
+def all_differences(table: Table, columns: Mapping[str, Values]) -> list[str]:
     """Paragraphs on the differences to compared rows, paired by seed. `columns` is {column: {row: {seed: points}}}.
 
     They count the intervals without 0, and give the mean of rows that are one algorithm (`table.pooled`) and the mean
@@ -96,16 +96,14 @@ def _late(by_seed: Mapping[int, Run], metric: str, scale: float = 1) -> str:
     return "–" if math.isnan(sum(values)) else significant(mean(values))
 
 
-def _difference(table: Table, row: str, values: Mapping[str, Mapping[int, float]]) -> Mean | None:
+def _difference(table: Table, row: str, values: Values) -> Mean | None:
     """The row's values minus the compared row's, paired by seed; None without another row or a common seed."""
     other = table.compared_with(row)
     mine, theirs = values.get(row, {}), values.get(other, {})
     return paired_difference(mine, theirs) if row != other and mine.keys() & theirs.keys() else None
 
 
-def difference_table(
-    table: Table, rows: Iterable[str], columns: Mapping[str, Mapping[str, Mapping[int, float]]], corner: str = ""
-) -> str:
+def difference_table(table: Table, rows: Iterable[str], columns: Mapping[str, Values], corner: str = "") -> str:
     """A table in Markdown of differences to the compared rows, paired by seed, with 95 % intervals.
 
     `columns` is {column: {row: {seed: points}}}. Those of `rows` with a difference appear, below the head `corner`.
