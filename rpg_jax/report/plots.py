@@ -159,16 +159,6 @@ def curves_of(runs: Iterable[Run], metric: str) -> list[dict[int, float]]:
     return [dict(zip(*series(run.records, metric), strict=True)) for run in runs]
 
 
-def _draw_band(axes: Axes, curves: Iterable[Mapping[int, float]], scale: float, colour: str, label: str) -> list[int]:
-    """Draws mean and range of the curves {x: y}. Returns the xs that all curves have."""
-    xs, values = shared_points(curves)
-    if xs:
-        ys = scale * values
-        axes.plot(xs, ys.mean(0), color=colour, linewidth=1.6, label=label)
-        axes.fill_between(xs, ys.min(0), ys.max(0), color=colour, alpha=0.12, linewidth=0)
-    return xs
-
-
 def draw_curves(run: Run) -> Path:
     """Writes `curves.png` into the folder that a run was read from, and returns the picture's path.
 
@@ -267,18 +257,8 @@ def draw_dynamics(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> byt
     `rows` is {row: its runs, one a seed}. Only the first ten rows are drawn.
     """
     held_out = [Panel(name, "Mean@k in %", f"eval/{name}/mean_at_k", 100) for name in sets]
-    curves = {p: {row: curves_of(runs, p.key) for row, runs in rows.items()} for p in (*held_out, *TABLE_PANELS)}
-    curves = {panel: by_row for panel, by_row in curves.items() if any(any(own) for own in by_row.values())}
-    lines = math.ceil(len(curves) / 3)
-    figure = empty_figure(13, 3.2 * lines)
-    for place, (panel, by_row) in enumerate(curves.items(), start=1):
-        axes = figure.add_subplot(lines, 3, place)
-        for colour, (row, own) in zip(COLOURS, by_row.items(), strict=False):
-            _draw_band(axes, own, panel.scale, colour, row)
-        name_axes(axes, f"{panel.title}, {panel.unit}", "step")
-        axes.locator_params(axis="x", integer=True)
-    legend_below(figure)
-    return png(figure)
+    panels = [panel for panel in (*held_out, *TABLE_PANELS) if _any_has(rows, panel.key)]
+    return _draw_rows(rows, panels, columns=3)
 
 
 def draw_drift(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> bytes | None:
@@ -287,23 +267,37 @@ def draw_drift(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> bytes 
     `rows` is {row: its runs, one a seed}. Only the first ten rows are drawn. None if no run has this KL, for which the
     config field `evaluation.drift` asks. Its error bars are ± 2 standard errors over prompts, averaged over seeds.
     """
-    if not any(any(curves_of(runs, f"eval/{name}/initial_kl")) for runs in rows.values() for name in sets):
+    if not any(_any_has(rows, f"eval/{name}/initial_kl") for name in sets):
         return None
-    figure = empty_figure(4.0 * len(DRIFT_PANELS), 2.7 * len(sets) + 0.6)
-    grid = np.atleast_2d(figure.subplots(len(sets), len(DRIFT_PANELS), sharex=True))
-    for name, line in zip(sets, grid, strict=True):
-        for axes, panel in zip(line, DRIFT_PANELS, strict=True):
-            for (row, runs), colour in zip(rows.items(), COLOURS, strict=False):
-                curves = curves_of(runs, f"eval/{name}/{panel.key}")
-                steps = _draw_band(axes, curves, panel.scale, colour, row)
-                at, errors = shared_points(curves_of(runs, f"eval/{name}/{panel.key}_error"))
-                if at and at == steps:
-                    means = panel.scale * shared_points(curves)[1].mean(0)
-                    bars = 2 * panel.scale * errors.mean(0)
-                    axes.errorbar(steps, means, yerr=bars, fmt="none", ecolor=colour, alpha=0.5)
-            tidy(axes, f"{name}: {panel.title}, {panel.unit}")
-            axes.locator_params(axis="x", integer=True)
-    for axes in grid[-1]:
-        axes.set_xlabel("step", color=MUTED, fontsize=9)
+    panels = [
+        dataclasses.replace(panel, title=f"{name}: {panel.title}", key=f"eval/{name}/{panel.key}")
+        for name in sets
+        for panel in DRIFT_PANELS
+    ]
+    return _draw_rows(rows, panels, columns=len(DRIFT_PANELS))
+
+
+def _any_has(rows: Mapping[str, Sequence[Run]], metric: str) -> bool:
+    return any(any(curves_of(runs, metric)) for runs in rows.values())
+
+
+def _draw_rows(rows: Mapping[str, Sequence[Run]], panels: Sequence[Panel], *, columns: int) -> bytes:
+    """PNG of the panels, `columns` side by side: a line and a band for each row, and its errors if it has any."""
+    lines = math.ceil(len(panels) / columns)
+    figure = empty_figure(1 + 4 * columns, 3.2 * lines)
+    for place, panel in enumerate(panels, start=1):
+        axes = figure.add_subplot(lines, columns, place)
+        for (row, runs), colour in zip(rows.items(), COLOURS, strict=False):
+            steps, values = shared_points(curves_of(runs, panel.key))
+            if steps:
+                ys = panel.scale * values
+                axes.plot(steps, ys.mean(0), color=colour, linewidth=1.6, label=row)
+                axes.fill_between(steps, ys.min(0), ys.max(0), color=colour, alpha=0.12, linewidth=0)
+            at, errors = shared_points(curves_of(runs, f"{panel.key}_error"))
+            if at and at == steps:
+                bars = 2 * panel.scale * errors.mean(0)
+                axes.errorbar(steps, ys.mean(0), yerr=bars, fmt="none", ecolor=colour, alpha=0.5)
+        name_axes(axes, f"{panel.title}, {panel.unit}", "step")
+        axes.locator_params(axis="x", integer=True)
     legend_below(figure)
     return png(figure)
