@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import jinja2
@@ -256,8 +257,14 @@ def _embedded(data: Any) -> str:
 
 
 def _axis(budget: Budget, configs: Sequence[Config]) -> dict[str, Any]:
-    """The data of an axis of the figures: its unit, the budget, and the costs of each config by step, from step 0."""
-    costs = [tables.mean_costs(config, budget.axis) for config in configs]
+    """The data of an axis of the figures: its unit, the budget, and the costs of each config by step, from step 0.
+
+    A cost is the mean over the config's runs; the last step is the last that all of them have reached.
+    """
+    costs = []
+    for config in configs:
+        last = int(min(run.spent("steps") for run in config.runs))
+        costs.append([fmean(run.spent(budget.axis, step) for run in config.runs) for step in range(last + 1)])
     unit, scale = budget.axis, 1
     if budget.axis == "seconds":
         longest = max(max(own) for own in costs)

@@ -23,6 +23,10 @@ START = "weights before the first step"  # key in INPUTS
 HELD_OUT = ("task, held out", "task.held_out_sets")  # keys in INPUTS, before the name of a set
 PARENT = "begun from"  # key in INPUTS of a branch: the run and the step, as runs/A@100
 
+AROUND = ("run.", "distributed.", "checkpoint.", "log.", "profile.", "servers.")
+"""Sections of a config that change no number of a run, but for `START_FROM`."""
+START_FROM = "run.start_from"
+
 Record = Mapping[str, Any]  # the metrics of a step
 Scores = dict[str, dict[str, float]]  # {set: {quantity of `QUANTITIES`, or `step`: value}} of a run
 QUANTITIES = ("last", "best", "pass")

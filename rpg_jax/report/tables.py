@@ -8,15 +8,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from rpg_jax.report.progress import duration
-from rpg_jax.report.run_files import QUANTITIES, Run, Scores
+from rpg_jax.report.run_files import AROUND, QUANTITIES, START_FROM, Run, Scores
 from rpg_jax.report.seeds import Mean, mean, paired_difference, ranks_of
 
-# Runs of one config may differ in these fields: their places, logs and seeds.
-_ASIDE = ("seed", "run.", "distributed.", "log.", "checkpoint.", "profile.")
 SHOWN_FIELDS = 2  # most fields in a label
 AXES = ("steps", "completions", "seconds")  # of `Run.costs`
 
@@ -48,7 +47,7 @@ def configs_of(runs: Sequence[Run]) -> list[Config]:
 
 def _is_aside(field: str) -> bool:
     """Whether runs of one config may differ in a field. They may not differ in the run that they branched from."""
-    return field.startswith(_ASIDE) and field != "run.start_from"
+    return field == "seed" or (field.startswith(AROUND) and field != START_FROM)
 
 
 def differences(configs: Sequence[Config]) -> list[Json]:
@@ -125,12 +124,6 @@ def budgets(configs: Sequence[Config]) -> list[Budget]:
     return found
 
 
-def mean_costs(config: Config, axis: str) -> list[float]:
-    """The mean cost of a config's runs up to the end of step 0, 1, 2, …, for the steps that all runs have reached."""
-    last = int(min(run.spent("steps") for run in config.runs))
-    return [float(f"{_mean([run.spent(axis, step) for run in config.runs]):.6g}") for step in range(last + 1)]
-
-
 @dataclasses.dataclass(frozen=True)
 class Row:
     """The results of a config at the cost of a budget, by held-out set and quantity: "last", "best" or "pass".
@@ -181,7 +174,7 @@ def rows_within(configs: Sequence[Config], budget: Budget) -> list[Row]:
             Row(
                 seeds=len(scored[i]),
                 steps=sorted({max(int(x["step"]) for x in s.values()) for _, s in scored[i]}),
-                spent={axis: _mean([run.spent(axis, step) for run, step in own]) for axis in axes},
+                spent={axis: statistics.fmean(run.spent(axis, step) for run, step in own) for axis in axes},
                 scores=means[i],
                 ranks=ranked[i],
                 differences=_differences(scored[i], scored[0], left_out) if i else {},
@@ -222,7 +215,3 @@ def _differences(row: _Scored, baseline: _Scored, left_out: Collection[str]) -> 
         if mine.keys() & theirs.keys():
             found[name] = paired_difference(mine, theirs)
     return found
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

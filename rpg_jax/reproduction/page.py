@@ -1,6 +1,7 @@
 """Writes a table of runs as a page: its origin, scores with intervals, differences, dynamics, the paper's numbers."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -191,7 +192,7 @@ def _origin(results: Results) -> str:
     counts = f"{len(results.runs)} runs of {' or '.join(map(str, steps))} steps"
     if results.scan:
         counts += f" and {len(results.scan.runs)} that choose learning rates"
-    codes = list(_codes(runs).values())
+    codes = _codes(runs)
     return " · ".join(
         (
             f"`{results.command}`",
@@ -208,16 +209,18 @@ def _origin(results: Results) -> str:
 
 def _code_of_rows(results: Results) -> list[str]:
     """A paragraph and a table of the rows by commit and packages. Nothing if all runs have the same."""
-    codes = list(_codes(results.all_runs()).values())
+    codes = _codes(results.all_runs())
     if len(codes) < 2:
         return []
-    reported = {id(run) for run in results.runs}
+    facts = [_facts(runs[0].versions) for runs in codes]
+    differing = [name for name in sorted({*itertools.chain(*facts)}) if len({own.get(name) for own in facts}) > 1]
     lines = []
-    for runs in codes:
-        own = [run for run in runs if id(run) in reported]
+    for runs, known in zip(codes, facts, strict=True):
+        own = [run for run in results.runs if run.versions == runs[0].versions]
         names = [_seeds(row, own, results.runs) for row in dict.fromkeys(run.row for run in own)]
         names += [f"{len(runs) - len(own)} runs that chose learning rates"] if len(runs) > len(own) else []
-        lines.append([code_name(runs[0].versions), _packages(runs, codes), ", ".join(names)])
+        differs = ", ".join(f"{name} {known.get(name, '–')}" for name in differing if name != "jax")
+        lines.append([code_name(runs[0].versions), differs or "–", ", ".join(names)])
     return [
         "## Versions of the code",
         "**The runs of this page were not made with one version of code and packages.** A difference between rows of "
@@ -234,12 +237,12 @@ def _changed_rows(results: Results, today: Mapping[str, Sequence[str]]) -> list[
     return [f"**Rows of their date**: the command has other settings today for {', '.join(rows)}."]
 
 
-def _codes(runs: Sequence[Run]) -> dict[str, list[Run]]:
+def _codes(runs: Sequence[Run]) -> list[list[Run]]:
     """The runs, grouped by commit, packages, Python and device."""
     found: dict[str, list[Run]] = {}
     for run in runs:
         found.setdefault(json.dumps(run.versions, sort_keys=True), []).append(run)
-    return found
+    return list(found.values())
 
 
 def code_name(versions: Mapping[str, Any]) -> str:
@@ -248,15 +251,6 @@ def code_name(versions: Mapping[str, Any]) -> str:
     packages = versions.get("packages", {})
     made_with = f", jax {packages['jax']}" if packages.get("jax") else ""
     return f"commit {versions.get('commit', '')[:7] or 'unknown'}{changed}{made_with}"
-
-
-def _packages(runs: Sequence[Run], codes: Sequence[Sequence[Run]]) -> str:
-    """Packages, Python and devices of these runs that not all runs share, as text; – if all are shared."""
-    flat = [_facts(code[0].versions) for code in codes]
-    own = _facts(runs[0].versions)
-    names = sorted({name for facts in flat for name in facts} - {"jax"})
-    differ = [f"{name} {own.get(name, '–')}" for name in names if len({facts.get(name) for facts in flat}) > 1]
-    return ", ".join(differ) or "–"
 
 
 def _facts(versions: Mapping[str, Any]) -> dict[str, str]:

@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 
 from rpg_jax import storage
 from rpg_jax.parallel import hosts
-from rpg_jax.report.run_files import Run, flat
+from rpg_jax.report.run_files import AROUND, START_FROM, Run, flat
 from rpg_jax.runs import cli, config_files, run_names
 from rpg_jax.runs.config_files import Unset
 from rpg_jax.runs.resolve import check_training
@@ -33,19 +33,17 @@ from rpg_jax.storage.leases import Lease
 LOCK = "requirements-tpu.lock"  # every package of a TPU worker with its version and its hash
 PROGRAM = "rpg_jax"
 """The mark in versions.json of a folder that this program made, and may therefore replace."""
-_AROUND = ("run.", "distributed.", "checkpoint.", "log.", "profile.", "servers.")  # they change no number of a run
 # Where things are computed: the numbers agree bit for bit only on the same mesh, step for step on any.
 _PLACES = ("mesh.", "sharding", "offload", "model.remat", "train.microbatch_size", "train.packed_length")
 _DECODING_PLACES = ("driver", "tensor", "expert", "devices", "slots", "threads")
 _JUDGES = ("url", "parallel", "deadline_seconds")
 # Fields that may differ when a run is resumed: they do not change what has been computed so far.
 _MAY_CHANGE = (
-    *(*_AROUND, *_PLACES),
+    *(*AROUND, *_PLACES),
     *(f"rollout.{name}" for name in _DECODING_PLACES),
     *(f"judge.{name}" for name in _JUDGES),
     *("train.steps", "warm_start.dir", "rollout.max_sampler_gap"),
 )
-START_FROM = "run.start_from"  # of the section `run` this field alone decides numbers
 # An older run without one of these fields is a run in which the field has no value.
 _AS_BEFORE = (
     *(START_FROM, "reference.path", "model.replay_experts", "rehearsal.path", "rehearsal.coef"),
@@ -64,7 +62,7 @@ def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, A
     a method, as a supervised run, gives a `kind`.
     """
     named = ("method", "seed", "train.steps", "warm_start.dir")
-    other = {k: v for k, v in overrides.items() if k not in named and not k.startswith(_AROUND)}
+    other = {k: v for k, v in overrides.items() if k not in named and not k.startswith(AROUND)}
     if config.run.start_from:
         other["from"] = Path(config.run.start_from).name.replace("@", "-")
     return "-".join(
@@ -258,7 +256,7 @@ def read_config(path: Path) -> ConfigDict:
     if other := [name for name, _ in config_files.declared().sections() if name in known]:
         raise ValueError(f"{other[0]} is a section of the config, and not {known[other[0]]!r:.60}")
     for name, field in config_files.fields().items():
-        if name.startswith(_AROUND) or name in _AS_BEFORE:
+        if name.startswith(AROUND) or name in _AS_BEFORE:
             known.setdefault(name, None if isinstance(field.default, Unset) else field.default)
     if missing := [name for name in config_files.fields() if name not in known]:
         raise ValueError(
