@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rpg_jax.report.plots import TABLE_PANELS
-from rpg_jax.report.run_files import Run
+from rpg_jax.report.run_files import AROUND, Run
 from rpg_jax.reproduction.tables import PlannedRun, Table
 from rpg_jax.storage import write_atomically
 
@@ -26,8 +26,7 @@ COLUMNS = (*(panel.key for panel in TABLE_PANELS), "kl_k1", *_CRITIC, *_COSTS)  
 SCAN_COLUMNS = ("accuracy", "seconds")  # of runs that choose learning rates; without eval/
 SCORE = re.compile("eval/.*/")  # the beginning of a score of one set
 DIGITS = 4  # significant digits of every number that is kept
-_RENAMED = {"behaviour_kl_k1": ("behaviour_forward_kl_k1", -1)}  # metrics of older runs: name and factor of today
-_PLACES = ("run.", "distributed.", "log.", "profile.", "warm_start.dir")  # they change no number of a run
+_PLACES = (*AROUND, "warm_start.dir")
 _MADE_WITH = ("commit", "uncommitted_changes", "python", "packages", "platform", "devices")
 
 Rows = dict[str, dict[int, Run]]  # {row: {seed: run}}
@@ -82,7 +81,7 @@ def collect(
             continue
         records = [
             {key: _rounded(value) for key, value in record.items() if key in kept or (evaluated and SCORE.match(key))}
-            for record in map(_with_names_of_today, run.records)
+            for record in run.records
         ]
         runs.append(
             dataclasses.replace(
@@ -179,15 +178,6 @@ def _check_starts(kept: Results, new: Results) -> None:
             )
 
 
-def _with_names_of_today(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with today's names for metrics."""
-    today: dict[str, Any] = {}
-    for key, value in record.items():
-        name, factor = _RENAMED.get(key, (key, 1))
-        today[name] = value if key == name or value is None else factor * value
-    return today
-
-
 def _rounded(value: Any) -> Any:
     if not isinstance(value, float):
         return value
@@ -265,4 +255,4 @@ def _records(blocks: Sequence[Mapping[str, list]]) -> list[dict[str, Any]]:
         for place, step in enumerate(block["step"]):
             record = by_step.setdefault(step, {"step": step})
             record |= {key: values[place] for key, values in block.items() if key != "step"}
-    return [_with_names_of_today(by_step[step]) for step in sorted(by_step)]
+    return [by_step[step] for step in sorted(by_step)]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
-import json
 
 import pytest
 
 from rpg_jax import reproduce
 from rpg_jax.reproduction import page, run_tables
-from rpg_jax.reproduction.results import Results, _packed, collect, load, save
+from rpg_jax.reproduction.results import Results, collect, load, save
 from rpg_jax.reproduction.tables import TABLES
 
 GRPO_AND_DAPO = TABLES["small"].only(["GRPO", "DAPO"])
@@ -56,24 +55,6 @@ def test_data_keep_everything_but_places_and_digits_and_have_the_same_bytes_each
     assert loaded.table.rows == made.table.rows and loaded.runs[0].late("accuracy") == 0.3704
     text = gzip.decompress((tmp_path / "one").read_bytes()).decode()
     assert "/a/path" not in text and str(tmp_path) not in text
-
-
-def test_a_metric_that_older_runs_call_otherwise_has_todays_name_and_sign(tmp_path, results):
-    made, old, new = results(), "behaviour_kl_k1", "behaviour_forward_kl_k1"
-    for run in made.runs:
-        file = tmp_path / "runs" / run.name / "metrics.jsonl"
-        file.write_text(
-            file.read_text(encoding="utf-8").replace(f'"{new}": 0.002', f'"{old}": -0.002'), encoding="utf-8"
-        )
-        assert old in file.read_text(encoding="utf-8")
-    assert collect(made.table.planned_runs((0,)), tmp_path) == made.runs
-    packed = _packed(made)
-    for run in packed["runs"]:
-        for block in run["metrics"]:
-            if new in block:
-                block[old] = [-value for value in block.pop(new)]
-    (tmp_path / "old.json.gz").write_bytes(gzip.compress(json.dumps(packed).encode()))
-    assert load(tmp_path / "old.json.gz").runs == made.runs
 
 
 def test_a_page_names_the_rows_of_each_commit(tmp_path, results, without_figures):
