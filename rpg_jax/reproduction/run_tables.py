@@ -99,15 +99,11 @@ def check_table(table: Table, extra: Sequence[str]) -> None:
 
     The reasons are an unknown field, a value that a field does not take, and fields that contradict each other.
     """
-    known = config_files.fields()
     for row, overrides in table.rows.items():
         try:
-            loaded = config_files.load(table.config, [*overrides, *extra])
-            for field, value in loaded.overrides.items():
-                if field in known:
-                    known[field].check(field, value)
-            resolve.check_training(loaded.config)
-            resolve.resolve(loaded.config)
+            config = config_files.load(table.config, [*overrides, *extra]).config
+            resolve.check_training(config)
+            resolve.resolve(config)
         except ValueError as error:
             raise ValueError(f"{row}: {error}" if row else str(error)) from error
 

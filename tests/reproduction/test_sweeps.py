@@ -56,7 +56,7 @@ def test_methods_and_seeds_alone_are_a_table_of_any_config(tmp_path, monkeypatch
         (["train.steps"], "--sweep 'train.steps': write FIELD=VALUE,VALUE"),
         (["train.steps=1,1"], "a value is there twice"),
         (["task.digits=1,12"], "task.digits=12 must be in [1, 9]"),
-        (["train.steps=1", "--methods=GRP0"], "method='GRP0': did you mean 'GRPO'?"),
+        (["train.steps=1", "--methods=GRP0"], "GRP0, steps 1: unknown method 'GRP0'. Did you mean 'GRPO'?"),
         (["train.updates_per_step=1,7"], "updates 7: rollout.prompts_per_step=64 must be a multiple of"),
         (["seed=1,2"], "--sweep seed: --seeds and --out give every run its seed"),
         (["train.steps=1", "--seeds=x"], "--seeds=x: give a number of seeds"),
