@@ -22,9 +22,9 @@ from rpg_jax.storage import write_atomically
 
 _CRITIC = ("explained_variance", "value", "return")
 _COSTS = ("groups_generated", "updates", "seconds", "time/compiling")
-COLUMNS = (*(panel.key for panel in TABLE_PANELS), "kl_k1", *_CRITIC, *_COSTS)  # and all of eval/
-SCAN_COLUMNS = ("accuracy", "seconds")  # of runs that choose learning rates; without eval/
-SCORE = re.compile("eval/.*/")  # the beginning of a score of one set
+_TRAINING = (*(panel.key for panel in TABLE_PANELS), "kl_k1", *_CRITIC, *_COSTS)
+METRICS = re.compile("|".join(("step", *_TRAINING, "eval/.*/.*")))  # with the scores of every held-out set
+SCAN_METRICS = re.compile("step|accuracy|seconds")  # of runs that choose learning rates
 DIGITS = 4  # significant digits of every number that is kept
 _PLACES = (*AROUND, "warm_start.dir")
 _MADE_WITH = ("commit", "uncommitted_changes", "python", "packages", "platform", "devices")
@@ -66,22 +66,19 @@ class Results:
         return [*self.runs, *(self.scan.runs if self.scan else ())]
 
 
-def collect(
-    planned: Sequence[PlannedRun], out: Path, columns: Sequence[str] = COLUMNS, *, evaluated: bool = True
-) -> list[Run]:
+def collect(planned: Sequence[PlannedRun], out: Path, metrics: re.Pattern[str] = METRICS) -> list[Run]:
     """Reads the planned runs that have written a config from the folder `out`/runs, in the order of `planned`.
 
-    Their records keep the metrics `columns`, and the scores of held-out sets if `evaluated`, rounded to four
-    significant digits. Raises ValueError for a damaged file.
+    Their records keep the metrics whose whole names match `metrics`, rounded to four significant digits. Raises
+    ValueError for a damaged file.
     """
-    runs, kept = [], ("step", *columns)
+    runs = []
     for plan in planned:
         run = Run.read(out / "runs" / plan.name, plan.row)
         if not run.config:
             continue
         records = [
-            {key: _rounded(value) for key, value in record.items() if key in kept or (evaluated and SCORE.match(key))}
-            for record in run.records
+            {key: _rounded(value) for key, value in record.items() if metrics.fullmatch(key)} for record in run.records
         ]
         runs.append(
             dataclasses.replace(
@@ -151,7 +148,6 @@ def merge(kept: Results, new: Results, order: Collection[str]) -> Results:
     table = dataclasses.replace(
         new.table,
         rows={row: rows[row] for row in names},
-        baselines={**kept.table.baselines, **new.table.baselines},
         swept={row: values for row, values in {**kept.table.swept, **new.table.swept}.items() if row in rows},
     )
     return dataclasses.replace(

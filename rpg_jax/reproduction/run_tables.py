@@ -6,10 +6,8 @@ The numbers of the runs are kept beside the page. An interrupted table continues
 import contextlib
 import dataclasses
 import fcntl
-import json
 import os
 import platform
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,7 +23,6 @@ from rpg_jax.reproduction.results import Results
 from rpg_jax.reproduction.tables import TABLES, PlannedRun, Table
 from rpg_jax.reproduction.workers import Task, cores, run_tasks
 from rpg_jax.runs import config_files, resolve, run_folder, train_command
-from rpg_jax.storage import write_atomically
 
 SEEDS, QUICK_SEEDS, QUICK_STEPS = 5, 2, 20
 QUICK_ROWS = ("GRPO", "DAPO", "RPG-REINFORCE-URKL")
@@ -129,7 +126,7 @@ def _scan(
     scanned = table.scan()
     planned = results.missing(scanned.planned_runs(table.scan_seeds), kept)
     failed = train_runs(planned, options.out, jobs=options.jobs, extra=options.extra)
-    runs = results.collect(planned, options.out, results.SCAN_COLUMNS, evaluated=False)
+    runs = results.collect(planned, options.out, results.SCAN_METRICS)
     scan = Results(f"{name}-scan", scanned, runs, *_about(options))
     return (results.merge(kept, scan, list(TABLES[name].scan().rows)) if kept else scan), failed
 
@@ -160,24 +157,20 @@ def _steps_done(plan: PlannedRun, out: Path) -> tuple[int, bool]:
 
 
 def check_config(plan: PlannedRun, out: Path, extra: Sequence[str]) -> None:
-    """Raises ValueError, which names the fields, if the run of `plan` in `out` began with another config than now."""
+    """Raises ValueError, which names the fields, if the run of `plan` in `out` began with another config than now.
+
+    Another number of steps counts too: the run would have ended with fewer or more than the other runs.
+    """
     if there := read_config(out / "runs" / plan.name):
         config = config_files.load(plan.config, arguments(plan, out, extra)[1:]).config
-        if differing := run_folder.differing(there, run_folder.as_json(resolve.with_method(config))):
+        differing = run_folder.differing(there, run_folder.as_json(resolve.with_method(config)))
+        if there["train"]["steps"] != config.train.steps:
+            differing = f"train.steps was {there['train']['steps']}, now {config.train.steps}; {differing}".strip("; ")
+        if differing:
             raise ValueError(
-                f"{out / 'runs' / plan.name} is of another config: {differing}. Undo the change of {plan.config}, or "
-                "choose another --out"
+                f"{out / 'runs' / plan.name} is of another config: {differing}. Undo the change of {plan.config} or "
+                "of the overrides, or choose another --out"
             )
-
-
-def check_overrides(out: Path, extra: Sequence[str]) -> None:
-    """Notes `extra`, the overrides of all runs in `out`, in a file there. Raises ValueError if the file has others."""
-    note = out / "overrides.json"
-    if note.exists() and (found := json.loads(note.read_text(encoding="utf-8"))) != list(extra):
-        before, now = (shlex.join(overrides) or "no overrides" for overrides in (found, extra))
-        raise ValueError(f"the runs in {out} have {before}, not {now}: choose another --out, or delete that folder")
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomically(note, json.dumps(list(extra)) + "\n")
 
 
 @contextlib.contextmanager
@@ -202,12 +195,11 @@ def train_runs(planned: Sequence[PlannedRun], out: Path, *, jobs: int, extra: Se
     the first run fails, no other run starts. Ctrl-C, SIGTERM and a closed terminal stop the runs after their steps in
     progress; the same call continues them. The screen shows the running ones, and the steps of all runs.
 
-    Raises ValueError if `out` has runs with other overrides than `extra`, or of another config than `planned`, or if
-    another command is at work in it; KeyboardInterrupt or SystemExit after a signal.
+    Raises ValueError if `out` has one of the runs with another config or other overrides, or if another command is at
+    work in it; KeyboardInterrupt or SystemExit after a signal.
     """
-    check_overrides(out, extra)
+    (out / "logs").mkdir(parents=True, exist_ok=True)
     with locked(out) as lock:
-        (out / "logs").mkdir(parents=True, exist_ok=True)
         for plan in planned:
             check_config(plan, out, extra)
         done = {plan.name: _steps_done(plan, out) for plan in planned}

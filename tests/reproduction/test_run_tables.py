@@ -87,10 +87,13 @@ def test_rows_whose_names_have_commas_can_be_chosen():
 
 
 def test_runs_of_other_overrides_are_never_taken_for_the_tables(tmp_path):
-    run_tables.check_overrides(tmp_path, ["--config.train.steps=20"])
-    run_tables.check_overrides(tmp_path, ["--config.train.steps=20"])
-    with pytest.raises(ValueError, match="have --config.train.steps=20, not no overrides: choose another --out"):
-        run_tables.check_overrides(tmp_path, [])
+    plan, steps = PlannedRun("row", 0, "configs/tiny.py", ("--config.method=GRPO",)), "--config.train.steps=20"
+    config = config_files.load(plan.config, run_tables.arguments(plan, tmp_path, [steps])[1:]).config
+    run_folder.open_run(resolve.resolve(config), run_folder.of(config))
+    run_tables.check_config(plan, tmp_path, [steps])
+    for extra, differing in (([], "train.steps was 20, now 150"), ([steps, "--config.evaluation.k=3"], "evaluation.k")):
+        with pytest.raises(ValueError, match=f"is of another config: {differing}.*, or choose another --out"):
+            run_tables.train_runs([plan], tmp_path, jobs=1, extra=extra)
 
 
 def test_runs_share_cores_and_a_gpus_memory_and_take_turns_on_a_tpu(monkeypatch):
