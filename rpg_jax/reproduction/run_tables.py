@@ -17,7 +17,7 @@ import jax
 
 import rpg_jax
 from rpg_jax.report.progress import Progress
-from rpg_jax.report.run_files import read_config, read_metrics
+from rpg_jax.report.run_files import Run, read_config
 from rpg_jax.reproduction import page, results, sweeps
 from rpg_jax.reproduction.results import Results
 from rpg_jax.reproduction.tables import TABLES, PlannedRun, Table
@@ -151,9 +151,8 @@ def arguments(plan: PlannedRun, out: Path, extra: Sequence[str]) -> list[str]:
 def _steps_done(plan: PlannedRun, out: Path) -> tuple[int, bool]:
     """(steps done, whether the run has ended and written its summary)."""
     folder = out / "runs" / plan.name
-    records = read_metrics(folder)
-    steps = int(records[-1]["step"]) if records else 0
-    return steps, bool(records) and steps == read_config(folder)["train"]["steps"] and (folder / "summary.md").exists()
+    run = Run.read(folder)
+    return run.records[-1]["step"] if run.records else 0, run.ended and (folder / "summary.md").exists()
 
 
 def check_config(plan: PlannedRun, out: Path, extra: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from statistics import fmean
 
 from rpg_jax.report.plots import TABLE_PANELS
 from rpg_jax.report.run_files import Run
@@ -13,6 +14,7 @@ from rpg_jax.training.reference import make_rule
 from rpg_jax.types import Count
 
 ROUNDING = 5e-5  # of a shown number
+AXES = ("updates", "completions", "seconds")  # of `Run.costs`
 UNEQUAL = 0.05  # share of a row's cost: a larger difference counts. One more batch costs 1 to 2 %
 
 
@@ -29,7 +31,7 @@ def training_table(table: Table, rows: Rows) -> list[str]:
     lines, critics = [], []
     for row, by_seed in rows.items():
         texts = [_late(by_seed, panel.key, panel.scale) for panel in panels]
-        generated = sum(run.spent("completions") for run in by_seed.values()) / len(by_seed)
+        generated = fmean(run.spent("completions") for run in by_seed.values())
         texts += [_reference(by_seed), f"{generated:,.0f}"]
         gain = _difference(table, row, accuracy)
         lines.append([row, *texts, *((_starred(gain), table.compared_with(row)) if gain else ("–", "–"))])
@@ -130,16 +132,18 @@ def significant(m: Mean) -> str:
     return f"{m.value:.{decimals}f} ± {m.half:.{decimals}f}"
 
 
-AXES = ("updates", "completions", "seconds")  # of `Run.costs`
-
-
 def equal_cost(table: Table, rows: Rows) -> list[str]:
     """Paragraphs, and a table of the differences in training accuracy at equal updates, completions and seconds.
 
     `rows` is {row: {seed: run}}; runs that have not ended are left out. [] if the rows' costs differ by at most 5 %.
     """
     ended = {row: own for row, by_seed in rows.items() if (own := {s: run for s, run in by_seed.items() if run.ended})}
-    totals = {axis: total for axis in AXES if (total := _totals(axis, ended))}
+    runs = [run for by_seed in ended.values() for run in by_seed.values()]
+    totals: dict[str, tuple[float, float]] = {}  # {axis: what the cheapest row spends, what the dearest}
+    for axis in AXES:
+        if runs and all(axis in run.costs for run in runs):
+            of_rows = [fmean(run.spent(axis) for run in by_seed.values()) for by_seed in ended.values()]
+            totals[axis] = min(of_rows), max(of_rows)
     if all(most <= (1 + UNEQUAL) * least for least, most in totals.values()):
         return []
     budgets = {axis: least for axis, (least, _) in totals.items()}
@@ -157,14 +161,6 @@ def equal_cost(table: Table, rows: Rows) -> list[str]:
         "machine slow each other, so a difference of some percent between rows need not be theirs.",
         difference_table(table, ended, accuracy, "training accuracy"),
     ]
-
-
-def _totals(axis: str, rows: Rows) -> tuple[float, float] | None:
-    """The least and the largest of the rows' mean totals; None if a run does not record the axis."""
-    if not rows or not all(axis in run.costs for by_seed in rows.values() for run in by_seed.values()):
-        return None
-    totals = [mean([run.spent(axis) for run in by_seed.values()]).value for by_seed in rows.values()]
-    return min(totals), max(totals)
 
 
 def _accuracy_within(rows: Rows, axis: str, budget: float) -> dict[str, dict[int, float]]:
