@@ -1,6 +1,7 @@
 """Tables of runs, whose rows differ in a few config fields, and the tables that can be reproduced."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -117,9 +118,7 @@ def crossed(
     A new row is compared with the first combination of its row. The first combination is compared with the first row.
     `swept` of the table has the row and the values of each new row.
     """
-    combinations: list[dict[str, Any]] = [{}]
-    for field, values in fields.items():
-        combinations = [{**known, field: value} for known in combinations for value in values]
+    combinations = [dict(zip(fields, values, strict=True)) for values in itertools.product(*fields.values())]
     made: dict[str, tuple[str, ...]] = {}
     swept: dict[str, tuple[str, Mapping[str, Any]]] = {}
     baselines: dict[str, str] = {}
@@ -132,23 +131,22 @@ def crossed(
     return Table(title, made, next(iter(made)), paper, config, baselines=baselines, swept=swept)
 
 
-Fields = Mapping[str, object]  # {section__field: value}
+Fields = Mapping[str, object]  # {field: value}
 
 
-def _method(name: str, **fields: object) -> tuple[str, ...]:
-    """The overrides of a row: its method, then its fields `section__field=value`."""
-    overrides = (f"--config.{field.replace('__', '.')}={value}" for field, value in fields.items())
-    return (f"--config.method={name}", *overrides)
+def _method(name: str, fields: Fields = MappingProxyType({})) -> tuple[str, ...]:
+    """The overrides of a row: its method, then its fields."""
+    return tuple(run_names.option(field, value) for field, value in {"method": name, **fields}.items())
 
 
 _RPG, _DIFFERENTIABLE = "RPG-REINFORCE-URKL", "RPG-URKL"
 _PRETRAINED = ("GRPO", "DAPO", _DIFFERENTIABLE, _RPG, "REINFORCE++-Baseline", "RPG-SEQ-RKL", "KL-in-reward")
 # The fields of "pretrained". Of the two updates of a step, the second is off-policy.
 _OF_SMOLLM2: Fields = {
-    "model__path": "smollm2-135m",
-    "train__updates_per_step": 2,
-    "evaluation__every": 8,
-    "evaluation__k": 4,
+    "model.path": "smollm2-135m",
+    "train.updates_per_step": 2,
+    "evaluation.every": 8,
+    "evaluation.k": 4,
 }
 # The rows of "reasoning", in the order of the paper's tables.
 _REASONING = (
@@ -165,34 +163,34 @@ _STARTS = {n: "configs/chains_start" + f"_{n}" * bool(n) for n in range(3)}
 _ADVANTAGES = {
     "DAPO": _method("DAPO"),
     _RPG: _method(_RPG),
-    f"{_RPG}, DAPO's advantage": _method(_RPG, loss__advantage="group_standardised"),
+    f"{_RPG}, DAPO's advantage": _method(_RPG, {"loss.advantage": "group_standardised"}),
 }
-_MANY: Fields = {"evaluation__problems": 512, "evaluation__every": 30}  # one run: ± less than 3 points
+_MANY: Fields = {"evaluation.problems": 512, "evaluation.every": 30}  # one run: ± less than 3 points
 # The row is not called PPO: its critic explains none of the returns' variance, so the row says nothing about PPO.
-_PPO = {"PPO, untuned critic": _method("PPO", critic__learning_rate=1e-3)}
+_PPO = {"PPO, untuned critic": _method("PPO", {"critic.learning_rate": 1e-3})}
 # What the gradient of whole completions needs. The row λ = 0 has the KL of tokens: it shows what these fields change.
 _OF_COMPLETIONS: Fields = {
-    "loss__level": "to_go",
-    "loss__advantage": "leave_one_out",
-    "loss__aggregate": "sequence_mean_token_sum",
-    "dynamic_sampling__enabled": False,
+    "loss.level": "to_go",
+    "loss.advantage": "leave_one_out",
+    "loss.aggregate": "sequence_mean_token_sum",
+    "dynamic_sampling.enabled": False,
 }
 _ABLATED: Mapping[str, Fields] = {  # RPG-REINFORCE-URKL has clip dual, β = 1e-4, a reference that moves every batch
     "as published": {},
-    **{f"clip {clip}": {"loss__clip": clip} for clip in ("truncate", "reward", "none")},
-    **{f"β = {beta}": {"loss__kl_coef": beta} for beta in (0, 1e-3, 1e-2, 1e-1)},
+    **{f"clip {clip}": {"loss.clip": clip} for clip in ("truncate", "reward", "none")},
+    **{f"β = {beta}": {"loss.kl_coef": beta} for beta in (0, 1e-3, 1e-2, 1e-1)},
     **{
-        f"β = 0.01, {name}": {"loss__kl_coef": 1e-2, **reference}
+        f"β = 0.01, {name}": {"loss.kl_coef": 1e-2, **reference}
         for name, reference in {
-            "every 10 batches": {"reference__every": "160updates"},
-            "κ": {"reference__rule": "kl"},
-            "fixed": {"reference__rule": "fixed"},
+            "every 10 batches": {"reference.every": "160updates"},
+            "κ": {"reference.rule": "kl"},
+            "fixed": {"reference.rule": "fixed"},
         }.items()
     },
-    "β = 0.1, fixed": {"loss__kl_coef": 0.1, "reference__rule": "fixed"},
+    "β = 0.1, fixed": {"loss.kl_coef": 0.1, "reference.rule": "fixed"},
     **{
-        f"β = 0.1, fixed, λ = {decay}": {"loss__kl_coef": 0.1, "reference__rule": "fixed", **_OF_COMPLETIONS}
-        | ({"loss__trace_decay": decay} if decay != 1 else {})
+        f"β = 0.1, fixed, λ = {decay}": {"loss.kl_coef": 0.1, "reference.rule": "fixed", **_OF_COMPLETIONS}
+        | ({"loss.trace_decay": decay} if decay != 1 else {})
         for decay in (0, 0.5, 0.9, 1)
     },
 }
@@ -212,7 +210,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "reasoning": Table(
             "Every kind of method on chains of operations",
             {name: _method(name) for name in _REASONING}
-            | {row: _method(name, **_OF_COMPLETIONS) for row, name in _TO_GO.items()}
+            | {row: _method(name, _OF_COMPLETIONS) for row, name in _TO_GO.items()}
             | _PPO,
             baseline="DAPO",
             baselines=_TO_GO,
@@ -229,7 +227,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         ),
         "reasoning-ablations": Table(
             f"{_RPG} on chains of operations: clip, β, reference and λ",
-            {name: _method(_RPG, **fields) for name, fields in _ABLATED.items()},
+            {name: _method(_RPG, fields) for name, fields in _ABLATED.items()},
             baseline="as published",
             baselines={f"β = 0.01, {name}": "β = 0.01" for name in ("every 10 batches", "κ", "fixed")}
             | {f"β = 0.1, fixed, λ = {decay}": "β = 0.1, fixed" for decay in (0, 0.5, 0.9, 1)},
@@ -248,7 +246,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "starts": Table(
             f"DAPO, {_RPG} and {_RPG} with DAPO's advantage, from three starts",
             {
-                f"{name}, start {n}": (*overrides, *_method("", model__path=path, **_MANY)[1:])
+                f"{name}, start {n}": (*overrides, *_method("", {"model.path": path, **_MANY})[1:])
                 for n, path in _STARTS.items()
                 for name, overrides in _ADVANTAGES.items()
             },
@@ -262,7 +260,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         ),
         "adapters": Table(
             f"{_RPG} with low-rank adapters beside full training, on chains of operations",
-            {"full": _method(_RPG)} | {f"rank {rank}": _method(_RPG, model__lora__rank=rank) for rank in (1, 4, 16)},
+            {"full": _method(_RPG)} | {f"rank {rank}": _method(_RPG, {"model.lora.rank": rank}) for rank in (1, 4, 16)},
             baseline="full",
             config="configs/reasoning.py",
             paper="Not in the paper. Adapters (arXiv:2106.09685) on the matrices of attention and of the feed-forward "
@@ -272,8 +270,8 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         ),
         "pretrained": Table(
             "SmolLM2-135M-Instruct learns sums by eight methods",
-            {name: _method(name, **_OF_SMOLLM2) for name in _PRETRAINED}
-            | {"no KL": _method(_RPG, **_OF_SMOLLM2, loss__kl_coef=0)},
+            {name: _method(name, _OF_SMOLLM2) for name in _PRETRAINED}
+            | {"no KL": _method(_RPG, {**_OF_SMOLLM2, "loss.kl_coef": 0})},
             baseline="DAPO",
             shown=("GRPO", "DAPO", _DIFFERENTIABLE, _RPG),
             config="configs/smollm2_135m_sums.py",
