@@ -94,15 +94,15 @@ class Progress:
         `title` takes the place of the title; None changes nothing.
         """
         self.title = self.title if title is None else title
-        now = self._clock()
-        if step > self.step:
+        now, is_new = self._clock(), step > self.step
+        if is_new:
             if self._done_at is not None:
                 self._seconds.append((now - self._done_at) / (step - self.step))
             self._done_at = now
         self.step = step
         self._latest.update(metrics)
         self._unprinted = True
-        if not self._live and (now - self._printed_at >= self.every or step == self.total):
+        if not self._live and (now - self._printed_at >= self.every or (is_new and step == self.total)):
             self._print_line()
 
     def note(self, text: str) -> None:

@@ -37,6 +37,16 @@ def test_plain_lines_come_every_few_seconds_and_at_the_end():
     assert "reward +0.40" in shown(stream)[1]
 
 
+def test_a_step_that_is_shown_again_and_again_is_no_new_line_and_its_time_counts_once():
+    stream, clock = io.StringIO(), Clock()
+    with Progress(3, title="2 runs", stream=stream, clock=clock, every=9.0) as progress:
+        for step in (1, 1, 2, 2, 2, 2, 3, 3, 3):
+            progress.update(step, {}, title=f"{step - 1}/2 runs")
+            clock.now += 1.0
+            assert step != 2 or progress.time_left() == "2 s left"
+    assert shown(stream) == ["0/2 runs: step 1/3", "2/2 runs: step 3/3", "2/2 runs: step 3/3"]
+
+
 def test_a_run_that_stops_early_still_shows_its_last_step():
     stream = io.StringIO()
     with pytest.raises(KeyboardInterrupt), Progress(10, stream=stream, clock=Clock()) as progress:
