@@ -12,7 +12,6 @@ from rpg_jax.reproduction.results import Results
 from rpg_jax.reproduction.tables import Table, crossed
 from rpg_jax.runs import config_files, run_names
 
-Values = Mapping[str, Any]  # {field: value}
 # {row without swept values: {row of the sweep: {seed: accuracy in %}}}
 Accuracy = dict[str, dict[str, dict[int, float]]]
 
@@ -82,7 +81,7 @@ def best(sweep: Results) -> dict[str, str]:
     return chosen
 
 
-def best_values(sweep: Results) -> dict[str, Values]:
+def best_values(sweep: Results) -> dict[str, Mapping[str, Any]]:
     """{row without swept values: {swept field: value}}, with the values of the highest mean late training accuracy."""
     return {group: sweep.table.swept[row][1] for group, row in best(sweep).items()}
 
