@@ -241,11 +241,9 @@ class DecodeResult:
 
     Attributes:
       tokens: i32[S, K]. The first `counts` entries of a row are the slot's tokens; the others have no meaning.
-      logprobs: f32[S, K], of these tokens, in nats. The sign bit is always set: probability 1 gives -0.0. So the bits
-        of a log-probability are a negative integer, and a token id is never negative.
+      logprobs: f32[S, K], of these tokens, in nats.
       counts: i32[S], the number of tokens that each slot drew.
       active: bool[S], the slots that draw further tokens.
-      emitted: i32[S], the number of tokens of each slot's completion so far.
       experts: [S, K, L, k], the k experts of each token in each of L layers; None if they are not recorded.
     """
 
@@ -253,5 +251,4 @@ class DecodeResult:
     logprobs: Any
     counts: Any
     active: Any
-    emitted: Any
     experts: Any = None

@@ -304,7 +304,7 @@ def _decode_steps(
         hidden, cache, experts = module.decode(drawn, state.cache, **how)
         following = replace(state, cache=cache, hidden=hidden, emitted=emitted)
         following = following.stop(state.sampling.ends(drawn, emitted))
-        tokens, logprobs = tokens.at[:, i].set(drawn), logprobs.at[:, i].set(-jnp.abs(logprob))
+        tokens, logprobs = tokens.at[:, i].set(drawn), logprobs.at[:, i].set(logprob)
         kept = kept.at[:, i].set(experts) if record else None
         return i + 1, following, tokens, logprobs, counts + state.active, kept
 
@@ -320,4 +320,4 @@ def _decode_steps(
     start = (jnp.int32(0), state, blank, blank.astype(jnp.float32), counts, kept)
     with module.full_precision():
         _, state, tokens, logprobs, counts, kept = jax.lax.while_loop(unfinished, step, start)
-    return state, DecodeResult(tokens, logprobs, counts, state.active, state.emitted, kept)
+    return state, DecodeResult(tokens, logprobs, counts, state.active, kept)

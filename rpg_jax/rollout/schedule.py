@@ -304,7 +304,7 @@ class Schedule:
             active, none = np.zeros(slots, bool), np.zeros((slots, 0))
             active[[*self.live]] = True
             count = np.zeros(slots, np.int32)
-            drawn = DecodeResult(none.astype(np.int32), none.astype(np.float32), count, active, count)
+            drawn = DecodeResult(none.astype(np.int32), none.astype(np.float32), count, active)
         if not self._asked:
             return drawn
         active = drawn.active.copy()

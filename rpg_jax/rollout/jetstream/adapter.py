@@ -4,9 +4,6 @@ The wheel is installed without its dependencies, because its tokenizers need Ten
 `seqio` and `tiktoken` into `sys.modules` if they are absent; neither tokenizer is ever constructed. The import replaces
 JetStream's logger, its class of threads and its function that deletes arrays. No other file changes JetStream: import
 `orchestrator`, `engine_api` and the rest from here. Without JetStream the import raises ModuleNotFoundError.
-
-JetStream carries integers from the device to a caller. So a result row has two lanes for each decode step: the bits of
-the log-probability, which are a negative integer, and the token.
 """
 
 import importlib.util
@@ -167,20 +164,20 @@ class JetStreamEngine(engine_api.Engine):
 
 
 def packed(drawn: DecodeResult) -> engine_api.ResultTokens:
-    """The tokens of a dispatch, on the host, in JetStream's form: an array i32[S, 4n + 3] for S slots and n steps.
+    """The tokens of a dispatch, on the host, in JetStream's form: an array i32[S, 2n + 3] for S slots and n steps.
 
-    A row has 2n + 1 lanes of tokens (those of `pack`, then a 0), as many lanes of validity, and one lane with the
-    number of the completion's tokens so far. JetStream ends a completion at the first invalid lane. The last lane is
-    valid while the slot goes on, so JetStream sees the end in the result that brings the last token. A slot that goes
-    on has no invalid lane: in a step without a token it has the token -1, which `unpack` leaves out.
+    A row has n + 1 lanes of tokens, of which the last is -1, as many lanes of validity, and one lane with the number of
+    the tokens. JetStream ends a completion at the first invalid lane. The last lane is valid while the slot goes on, so
+    JetStream sees the end in the result that brings the last token. A slot that goes on has no invalid lane: in a step
+    without a token it has the token -1.
     """
     slots, steps = drawn.tokens.shape
-    lanes = 2 * steps + 1
-    data = np.zeros((slots, 2 * lanes + 1), np.int32)
+    lanes = steps + 1
+    data = np.full((slots, 2 * lanes + 1), -1, np.int32)
     drew = np.arange(steps) < drawn.counts[:, None]
-    data[:, : 2 * steps] = pack(np.where(drew, drawn.tokens, -1), drawn.logprobs)
-    data[:, lanes : 2 * lanes - 1] = np.repeat(drew | drawn.active[:, None], 2, axis=1)
-    data[:, 2 * lanes - 1], data[:, 2 * lanes] = drawn.active, drawn.emitted
+    data[:, :steps] = np.where(drew, drawn.tokens, -1)
+    data[:, lanes : 2 * lanes - 1] = drew | drawn.active[:, None]
+    data[:, 2 * lanes - 1], data[:, 2 * lanes] = drawn.active, drawn.counts
     return engine_api.ResultTokens(
         data=data,
         tokens_idx=(0, lanes),
@@ -188,17 +185,3 @@ def packed(drawn: DecodeResult) -> engine_api.ResultTokens:
         length_idx=(2 * lanes, 2 * lanes + 1),
         samples_per_slot=1,
     )
-
-
-def pack(tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-    """The lanes i32[..., 2n] of tokens i32[..., n] and their log-probabilities f32[..., n]: lane 2i has the bits of
-    log-probability i, and lane 2i + 1 has token i."""
-    return np.stack([logprobs.view(np.int32), tokens], -1).reshape(*tokens.shape[:-1], -1)
-
-
-def unpack(lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Copies of the tokens i32[n] and log-probabilities f32[n] in the lanes i32[2m] of `pack`. A pair of lanes whose
-    token is negative has no token and is left out."""
-    pairs = lanes.reshape(-1, 2)
-    pairs = pairs[pairs[:, 1] >= 0]
-    return pairs[:, 1].copy(), np.ascontiguousarray(pairs[:, 0]).view(np.float32)

@@ -6,7 +6,6 @@ slot of its own. The detokenize thread delivers tokens.
 """
 
 import contextlib
-import functools
 import queue
 import threading
 import types
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rpg_jax.rollout.engine import DecodeEngine
-from rpg_jax.rollout.jetstream.adapter import JetStreamEngine, JetstreamMetricsCollector, orchestrator, packed, unpack
+from rpg_jax.rollout.jetstream.adapter import JetStreamEngine, JetstreamMetricsCollector, orchestrator, packed
 from rpg_jax.rollout.request import Request, Row
 from rpg_jax.rollout.rollout import Feedable
 from rpg_jax.rollout.schedule import Chunk, Finish, Schedule, Usage, completions_of, plan
@@ -28,35 +27,30 @@ POLL = 0.2  # seconds between two looks at whether a wait has become pointless
 
 
 class Channel(Protocol):
-    """Receives the results of a request's rows. The driver's threads call the methods, which must not wait."""
+    """Hears of a request's rows. The driver's threads call the methods, which must not wait."""
 
-    def add_result(self, result: tuple[np.ndarray, np.ndarray]) -> None:
-        """Takes the next tokens i32[n] and their log-probabilities f32[n] of a row; n may be 0."""
+    def advanced(self, row: Row) -> None:
+        """Notes that `row.transcript` may have further tokens."""
 
     def close(self, row: Row) -> None:
-        """Notes that `row` is complete or was cancelled: no result of it follows."""
+        """Notes that `row` is complete or was cancelled: it gets no further tokens."""
 
     def set_exception(self, exception: BaseException) -> None:
-        """Takes the RolloutError of a driver that has ended: no further result comes."""
+        """Takes the RolloutError of a driver that has ended: no row gets further tokens."""
 
 
-class RowRequest(orchestrator.ActiveRequest):
-    """JetStream's request of one completion, `row`, for the detokenize thread. `channel` receives its results."""
-
-    def __init__(self, row: Row, channel: Channel):
-        super().__init__(
-            max_tokens=row.sampling.max_tokens,
-            return_channel=types.SimpleNamespace(close=functools.partial(channel.close, row)),
-            complete=np.zeros(1, bool),
-            is_client_side_tokenization=True,
-        )
-        self._channel = channel
-
-    def enqueue_samples(self, generated_samples) -> None:
-        """Hands the tokens of one dispatch to the channel. Their lanes are those of `adapter.packed`, so their number
-        is odd if the slot goes on."""
-        lanes = np.array(generated_samples[0].token_ids, np.int32)
-        self._channel.add_result(unpack(lanes[: len(lanes) // 2 * 2]))
+def _row_request(row: Row) -> orchestrator.ActiveRequest:
+    """JetStream's request of one completion for the detokenize thread, which tells the row's channel of each dispatch:
+    the row has the tokens already."""
+    tell = types.SimpleNamespace(
+        add_result=lambda samples: row.channel.advanced(row), close=lambda: row.channel.close(row)
+    )
+    return orchestrator.ActiveRequest(
+        max_tokens=row.sampling.max_tokens,
+        return_channel=tell,
+        complete=np.zeros(1, bool),
+        is_client_side_tokenization=True,
+    )
 
 
 class GuardedDriver(orchestrator.Driver):
@@ -88,7 +82,7 @@ class GuardedDriver(orchestrator.Driver):
 
     def submit(self, chunks: Sequence[Chunk], channel: Channel) -> None:
         """Queues chunks and returns at once. `channel` hears of a fault of the driver until `retire`; the `Row.channel`
-        of each row receives the row's results. Raises RolloutError if the driver has ended."""
+        of each row hears of the row's tokens. Raises RolloutError if the driver has ended."""
         with self._guard:
             if not self.live:
                 raise self._error()
@@ -190,7 +184,7 @@ class GuardedDriver(orchestrator.Driver):
                     if slot is None:  # the detokenize thread does not know it
                         row.channel.close(row)
             for slot, row in schedule.fill():
-                detokenize.put((slot, RowRequest(row, row.channel)))
+                detokenize.put((slot, _row_request(row)))
             self._waiting = schedule.waiting
             if not schedule.live:
                 schedule.wait(POLL)
@@ -219,8 +213,8 @@ class Ticket:
         for row in self._rows:
             row.channel = self
 
-    def add_result(self, result: tuple[np.ndarray, np.ndarray]) -> None:
-        """Does nothing: the rows keep their tokens themselves."""
+    def advanced(self, row: Row) -> None:
+        """Does nothing: the call waits for the ends of the rows."""
 
     def close(self, row: Row) -> None:
         """Counts a row that has ended. The last row of a group hands on the group, unless the row is cancelled."""

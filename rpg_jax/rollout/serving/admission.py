@@ -267,18 +267,17 @@ class Admission:
         row = Row(prompt, counters, whole, drawn=drawn, channel=stream)
         padded = np.zeros((1, prompt_bucket(len(prompt), self._rollout.engine.decoding.capacity)), np.int32)
         padded[0, : len(prompt)] = prompt
-        piece = 0
+        made, piece = row.transcript, 0
         driver = await asyncio.to_thread(self._rollout.driver)
         driver.submit([Chunk(padded, np.array([len(prompt)], np.int32), [row])], stream)
         try:
-            async for tokens, logprobs in stream.results():
-                if not len(tokens):
-                    continue
-                if not np.isfinite(logprobs).all():
-                    raise RolloutError(_NO_POLICY)
-                _TOKENS.inc(len(tokens))
-                yield tokens, logprobs, row.transcript.versions[piece]
-                piece += 1
+            async for _ in stream.dispatches():
+                while piece < len(made.versions):
+                    if not np.isfinite(made.logprobs[piece]).all():
+                        raise RolloutError(_NO_POLICY)
+                    _TOKENS.inc(len(made.tokens[piece]))
+                    yield made.tokens[piece], made.logprobs[piece], made.versions[piece]
+                    piece += 1
         finally:
             row.cancelled = True
             driver.retire(stream)
@@ -311,7 +310,7 @@ class Admission:
 
 
 class _Stream:
-    """The channel of one request. The driver's threads write tokens into the channel; the event loop reads them."""
+    """The channel of one request. The driver's threads tell the channel of each dispatch; the event loop listens."""
 
     def __init__(self):
         self._loop, self._queue = asyncio.get_running_loop(), asyncio.Queue()
@@ -320,8 +319,8 @@ class _Stream:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
 
-    def add_result(self, result: tuple[np.ndarray, np.ndarray]) -> None:
-        self._put(result)
+    def advanced(self, row: Row) -> None:
+        self._put(row)
 
     def close(self, row: Row) -> None:
         self._put(None)
@@ -329,7 +328,7 @@ class _Stream:
     def set_exception(self, exception: BaseException) -> None:
         self._put(exception)
 
-    async def results(self) -> AsyncIterator[tuple[np.ndarray, np.ndarray]]:
+    async def dispatches(self) -> AsyncIterator[Row]:
         while (item := await self._queue.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
