@@ -55,25 +55,6 @@ class Disk(Protocol):
         Nothing may be sampled meanwhile."""
 
 
-@dataclasses.dataclass(frozen=True)
-class LoadResult:
-    """The result of a load of weights.
-
-    Attributes:
-      nbytes: bytes of the weights in host memory.
-      read: seconds to read the weights.
-      drain: seconds of waiting for the requests that were under way.
-      swap: seconds to copy the weights to the devices and to compute their checksum.
-      checksum: of the new weights.
-    """
-
-    nbytes: int
-    read: float
-    drain: float
-    swap: float
-    checksum: int
-
-
 class Admission:
     """Admits requests to the driver of a rollout. Only one event loop may use an object, in its thread.
 
@@ -98,8 +79,8 @@ class Admission:
         self._completions = 0  # the number of completions of the active requests
         self._ended = time.monotonic()  # the last request or load
         self._disk, self._load_turn = disk, asyncio.Lock()
-        self._present: tuple[tuple[str, str], int, LoadResult] | None = None  # folder and label, version, answer
-        self._loading, self._swapping = set[asyncio.Task[LoadResult]](), False
+        self._present: tuple[tuple[str, str], int, dict[str, Any]] | None = None  # folder and label, version, answer
+        self._loading, self._swapping = set[asyncio.Task[dict[str, Any]]](), False
         self._checksums: dict[int, int] = {}  # by version of the weights that have sampled
 
     @property
@@ -169,8 +150,11 @@ class Admission:
             full = f"{self._max_active} completions are the most at once (--max_active); retry later, or ask for fewer"
             raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, full)
 
-    async def load(self, folder: str, label: str) -> LoadResult:
-        """Replaces the weights by the weights of a folder, and returns then. Loads run one after the other.
+    async def load(self, folder: str, label: str) -> dict[str, Any]:
+        """Replaces the weights by the weights of a folder, and returns then. Loads run one after the other. The result
+        has `weights`, their checksum as 16 hexadecimal digits; `bytes`, their size in host memory; and `seconds`: to
+        `read` the weights, to `drain`, which is to wait for the requests under way, and to `swap`, which is to copy the
+        weights to the devices and to compute their checksum.
 
         `label` names the contents of the folder: if the weights in use are of this folder and label, nothing is read,
         and the result is that of their load. With label "", every load reads. The server serves while it reads. After
@@ -194,7 +178,7 @@ class Admission:
         except OSError as error:
             raise Refused(grpc.StatusCode.INTERNAL, f"{folder} was not read: {error}") from error
 
-    async def _loaded(self, disk: Disk, folder: str, label: str) -> LoadResult:
+    async def _loaded(self, disk: Disk, folder: str, label: str) -> dict[str, Any]:
         key, weights = (folder, label), self._rollout.weights
         async with self._load_turn:
             # Another version says that something else has replaced the weights.
@@ -202,33 +186,26 @@ class Admission:
                 return self._present[2]
             began = time.perf_counter()
             read = await asyncio.to_thread(disk.read, folder)
-            drains = time.perf_counter()
-            async with self._quiet():
+            if self.draining:
+                raise Refused(grpc.StatusCode.UNAVAILABLE, _ENDS)
+            drains, self._swapping = time.perf_counter(), True
+            try:
+                while self.active:
+                    await asyncio.sleep(_LOOK)
                 swaps = time.perf_counter()
                 checksum = await asyncio.to_thread(disk.swap, read)
-                ended = time.perf_counter()
-            loaded = LoadResult(read.nbytes, drains - began, swaps - drains, ended - swaps, checksum)
+            finally:
+                self._swapping = False
+            seconds = {"read": drains - began, "drain": swaps - drains, "swap": time.perf_counter() - swaps}
+            loaded = {"weights": f"{checksum:016x}", "bytes": read.nbytes, "seconds": seconds}
             self._present = key, weights.version, loaded
             return loaded
 
-    def _note_end(self, load: asyncio.Task[LoadResult]) -> None:
+    def _note_end(self, load: asyncio.Task[dict[str, Any]]) -> None:
         self._loading.discard(load)
         self._ended = time.monotonic()
         if not load.cancelled():
             load.exception()  # heard also where its caller has gone
-
-    @contextlib.asynccontextmanager
-    async def _quiet(self) -> AsyncIterator[None]:
-        """Refuses new requests and waits for the requests under way; the block then runs while no request is served."""
-        if self.draining:
-            raise Refused(grpc.StatusCode.UNAVAILABLE, _ENDS)
-        self._swapping = True
-        try:
-            while self.active:
-                await asyncio.sleep(_LOOK)
-            yield
-        finally:
-            self._swapping = False
 
     def checksum(self, version: int) -> str:
         """A name for the weights of a version: the checksum as 16 hexadecimal digits, or "version N" if the checksum is

@@ -152,15 +152,8 @@ class _Endpoint:
         except ValueError as error:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
         loaded = await self._admission.load(folder, label)
-        answer = {
-            "success": True,
-            "message": f"loaded {folder}",
-            "weight_version": label,
-            "weights": f"{loaded.checksum:016x}",
-            "bytes": loaded.nbytes,
-            "seconds": {"read": loaded.read, "drain": loaded.drain, "swap": loaded.swap},
-        }
-        return web.json_response(answer)
+        named = {"success": True, "message": f"loaded {folder}", "weight_version": label}
+        return web.json_response(named | loaded)
 
     async def tokenizer_info(self, _: web.Request) -> web.Response:
         return web.json_response(openai.TOKENIZER_INFO)
