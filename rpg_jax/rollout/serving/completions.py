@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from rpg_jax.rollout.engine import Scores
 from rpg_jax.rollout.serving.admission import Admission
 from rpg_jax.types import Sampling
 
@@ -61,38 +60,24 @@ class CompletionRequest:
         if self.stream and (self.echo or self.logprobs is not None):
             raise ValueError("a stream has no logprobs and no echo: leave stream out, or these")
 
+    def prompt_of(self, index: int) -> np.ndarray:
+        """The prompt i32[m] of the completion with this number: p · n + i is completion i of prompt p."""
+        return self.prompts[index // self.n]
+
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """The tokens that one dispatch, with weights of `version`, adds to a completion. `index` is p · n + i for
-    completion i of prompt p, if n completions of each prompt are asked for. `token_ids` may be ahead of `text`, which
+    """The tokens that one dispatch adds to a completion, or a whole completion. `index` is p · n + i for completion i
+    of prompt p, if n completions of each prompt are asked for. `token_ids` of a dispatch may be ahead of `text`, which
     holds back an incomplete character and the beginning of a possible stop text. `sampler_logprobs` are the
-    log-probabilities with which `token_ids` were drawn, in nats. `finish_reason` is "stop" or "length" in the last
-    piece, else None."""
+    log-probabilities with which `token_ids` were drawn, in nats, by weights of `versions`. `finish_reason` is "stop" or
+    "length" in the last piece, and "length" if the request draws nothing; else None."""
 
     index: int
     text: str
     token_ids: list[int]
     sampler_logprobs: list[float]
     finish_reason: str | None
-    version: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """A whole completion of `prompt` i32[n], and the `versions` of the weights that drew its tokens. `index` is p · n +
-    i for completion i of prompt p, if n completions of each prompt are asked for. `sampler_logprobs` are the
-    log-probabilities with which `token_ids` were drawn, in nats. `scores` are of the tokens of prompt and completion
-    together; None unless the request has `logprobs`. `finish_reason` is "stop" or "length", and "length" if the request
-    draws nothing."""
-
-    index: int
-    prompt: np.ndarray
-    text: str
-    token_ids: list[int]
-    sampler_logprobs: list[float]
-    finish_reason: str
-    scores: Scores | None
     versions: frozenset[int]
 
 
@@ -125,15 +110,15 @@ async def pieces(admission: Admission, asked: CompletionRequest) -> AsyncGenerat
         await asyncio.gather(everything, *tasks, return_exceptions=True)
 
 
-async def choices(admission: Admission, asked: CompletionRequest) -> list[Choice]:
-    """Waits for the completions of the whole answer: `asked.n` of each prompt, in the order of the prompts. Raises
-    RolloutError if the driver or scoring fails."""
+async def choices(admission: Admission, asked: CompletionRequest) -> list[Piece]:
+    """Waits for the completions of the whole answer: `asked.n` of each prompt, in the order of the prompts, each as one
+    piece. Raises RolloutError if the driver fails."""
     made: list[list[Piece]] = [[] for _ in range(len(asked.prompts) * asked.n)]
     if asked.draw:
         async with contextlib.aclosing(pieces(admission, asked)) as all_pieces:
             async for piece in all_pieces:
                 made[piece.index].append(piece)
-    return [await _joined(admission, asked, index, own) for index, own in enumerate(made)]
+    return [_joined(index, own) for index, own in enumerate(made)]
 
 
 def usage(asked: CompletionRequest, tokens: int) -> dict[str, Any]:
@@ -147,7 +132,7 @@ async def _completion(
     admission: Admission, asked: CompletionRequest, index: int, counters: tuple[int, int, int, int]
 ) -> AsyncGenerator[Piece]:
     sampling, stops, drawn = asked.sampling, StopText(asked.stop), 0
-    more, prompt = admission.text(sampling), asked.prompts[index // asked.n]
+    more, prompt = admission.text(sampling), asked.prompt_of(index)
     async with contextlib.aclosing(admission.completion(prompt, counters, sampling, asked.drawn)) as results:
         async for tokens, logprobs, version in results:
             text, taken, reason = "", 0, None
@@ -162,21 +147,17 @@ async def _completion(
             if reason is None and (taken and tokens[-1] in sampling.stop_token_ids or drawn == sampling.max_tokens):
                 reason = "stop" if tokens[-1] in sampling.stop_token_ids else "length"
                 text += stops.flush()
-            yield Piece(index, text, tokens[:taken].tolist(), logprobs[:taken].tolist(), reason, version)
+            drawn_with, by = logprobs[:taken].tolist(), frozenset([version])
+            yield Piece(index, text, tokens[:taken].tolist(), drawn_with, reason, by)
             if reason is not None:
                 return
 
 
-async def _joined(admission: Admission, asked: CompletionRequest, index: int, own: list[Piece]) -> Choice:
-    prompt, tokens = asked.prompts[index // asked.n], [token for piece in own for token in piece.token_ids]
-    scores = None
-    if asked.logprobs is not None:
-        scores = await asyncio.to_thread(admission.score, np.array([*prompt, *tokens], np.int32))
-    text, drawn_with = "".join(piece.text for piece in own), [x for piece in own for x in piece.sampler_logprobs]
+def _joined(index: int, own: list[Piece]) -> Piece:
+    text, tokens = "".join(piece.text for piece in own), [token for piece in own for token in piece.token_ids]
+    drawn_with = [logprob for piece in own for logprob in piece.sampler_logprobs]
     reason = own[-1].finish_reason if own else "length"
-    assert reason is not None
-    versions = frozenset(piece.version for piece in own)
-    return Choice(index, prompt, text, tokens, drawn_with, reason, scores, versions)
+    return Piece(index, text, tokens, drawn_with, reason, frozenset().union(*(piece.versions for piece in own)))
 
 
 class StopText:

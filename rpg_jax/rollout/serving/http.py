@@ -179,11 +179,12 @@ class _Endpoint:
                     return response
                 made = await completions.choices(self._admission, asked)
                 drawn = sum(len(choice.token_ids) for choice in made)
-                # In a thread: every token is decoded, and with logprobs up to 20 others beside it.
-                written = await asyncio.to_thread(lambda: [form.choice(asked, choice) for choice in made])
+                # In a thread: every token is decoded, and with logprobs scored, and up to 20 others beside it. One by
+                # one: a client that leaves ends this.
+                written = [await asyncio.to_thread(form.choice, asked, choice) for choice in made]
                 answer = {"object": form.kind, "choices": written, "usage": completions.usage(asked, drawn)}
                 if asked.counters is not None:
-                    versions = sorted(frozenset[int]().union(*(choice.versions for choice in made)))
+                    versions = sorted(made[0].versions)  # there is one completion
                     answer["weights"] = await asyncio.to_thread(lambda: [*map(self._admission.checksum, versions)])
                 return web.json_response(head | answer)
         except Refused as refused:

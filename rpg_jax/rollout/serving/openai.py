@@ -6,10 +6,12 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import numpy as np
+
 from rpg_jax.data.tokenizer import IncrementalDecoder
 from rpg_jax.rollout.engine import TOP_TOKENS
 from rpg_jax.rollout.serving.admission import Admission
-from rpg_jax.rollout.serving.completions import Choice, CompletionRequest, Piece
+from rpg_jax.rollout.serving.completions import CompletionRequest, Piece
 from rpg_jax.types import Sampling
 
 _MOST_STOPS = 16
@@ -163,20 +165,20 @@ class TextForm:
             drawn=body.whole("drawn", 0, low=0),
         )
 
-    def choice(self, asked: CompletionRequest, choice: Choice) -> dict[str, Any]:
+    def choice(self, asked: CompletionRequest, choice: Piece) -> dict[str, Any]:
         """An entry of `choices` of the answer to `asked`: `index`, `text`, `logprobs` (None if not asked for),
         `finish_reason` and `token_ids`. If asked for, also `sampler_logprobs`, the log-probabilities with which the
-        tokens were drawn, and `prompt_token_ids`."""
-        decode = self._admission.codec.decode
-        echoed = decode(choice.prompt.tolist()) if asked.echo else ""
+        tokens were drawn, and `prompt_token_ids`. Blocks. Raises RolloutError if scoring fails."""
+        prompt = asked.prompt_of(choice.index).tolist()
+        echoed = self._admission.codec.decode(prompt) if asked.echo else ""
         made: dict[str, Any] = {"index": choice.index, "text": echoed + choice.text, "logprobs": None}
-        if choice.scores is not None:
-            first = 0 if asked.echo else len(choice.prompt)
-            made["logprobs"] = self._logprobs(asked, choice, [*choice.prompt.tolist(), *choice.token_ids], first)
-        if asked.sampler_logprobs or choice.scores is not None:
+        if asked.logprobs is not None:
+            first = 0 if asked.echo else len(prompt)
+            made["logprobs"] = self._logprobs([*prompt, *choice.token_ids], first, asked.logprobs)
+        if asked.sampler_logprobs or asked.logprobs is not None:
             made["sampler_logprobs"] = choice.sampler_logprobs
         if asked.prompt_ids:
-            made["prompt_token_ids"] = choice.prompt.tolist()
+            made["prompt_token_ids"] = prompt
         return made | {"finish_reason": choice.finish_reason, "token_ids": choice.token_ids}
 
     def piece(self, piece: Piece, first: bool) -> dict[str, Any]:
@@ -195,11 +197,10 @@ class TextForm:
             raise ValueError(f"prompt has {len(several)} prompts; {MOST_CHOICES} are the most")
         return [await self._admission.encode(one) if isinstance(one, str) else one for one in several]
 
-    def _logprobs(self, asked: CompletionRequest, choice: Choice, ids: list[int], first: int) -> dict[str, Any]:
+    def _logprobs(self, ids: list[int], first: int, k: int) -> dict[str, Any]:
         """Four lists over the tokens from place `first`. The entries of token 0, which no token precedes, are null."""
-        scores, decode, decoder = choice.scores, self._admission.codec.decode, IncrementalDecoder(self._admission.codec)
-        k = asked.logprobs
-        assert scores is not None and k is not None
+        scores, codec = self._admission.score(np.array(ids, np.int32)), self._admission.codec
+        decode, decoder = codec.decode, IncrementalDecoder(codec)
         offsets, offset, tops, logprobs = [], 0, [], []
         for place in range(first, len(ids)):
             offsets.append(offset)
@@ -260,14 +261,15 @@ class ChatForm:
             **body.shared(),
         )
 
-    def choice(self, asked: CompletionRequest, choice: Choice) -> dict[str, Any]:
+    def choice(self, asked: CompletionRequest, choice: Piece) -> dict[str, Any]:
         """An entry of `choices` of the answer to `asked`: `index`, `message`, `logprobs` (None if not asked for),
         `finish_reason` and `token_ids`. With `logprobs` also `sampler_logprobs`, the log-probabilities with which the
-        tokens were drawn."""
+        tokens were drawn. Blocks. Raises RolloutError if scoring fails."""
         message = {"role": "assistant", "content": choice.text}
         made: dict[str, Any] = {"index": choice.index, "message": message, "logprobs": None}
-        if choice.scores is not None:
-            made["logprobs"] = {"content": self._logprobs(asked, choice)}
+        if asked.logprobs is not None:
+            prompt = asked.prompt_of(choice.index).tolist()
+            made["logprobs"] = {"content": self._logprobs(prompt, choice.token_ids, asked.logprobs)}
             made["sampler_logprobs"] = choice.sampler_logprobs
         return made | {"finish_reason": choice.finish_reason, "token_ids": choice.token_ids}
 
@@ -279,9 +281,8 @@ class ChatForm:
         reason, ids = piece.finish_reason, piece.token_ids
         return {"index": piece.index, "delta": delta, "logprobs": None, "finish_reason": reason, "token_ids": ids}
 
-    def _logprobs(self, asked: CompletionRequest, choice: Choice) -> list[dict[str, Any]]:
-        scores, k = choice.scores, asked.logprobs
-        assert scores is not None and k is not None
+    def _logprobs(self, prompt: list[int], tokens: list[int], k: int) -> list[dict[str, Any]]:
+        scores = self._admission.score(np.array([*prompt, *tokens], np.int32))
 
         def named(token: int, logprob: float) -> dict[str, Any]:
             text = self._admission.codec.decode([int(token)])
@@ -290,7 +291,7 @@ class ChatForm:
         return [
             named(token, scores.logprobs[place])
             | {"top_logprobs": list(map(named, scores.top_ids[place, :k], scores.top_logprobs[place, :k]))}
-            for place, token in enumerate(choice.token_ids, len(choice.prompt))
+            for place, token in enumerate(tokens, len(prompt))
         ]
 
 
