@@ -2,9 +2,9 @@
 
 import asyncio
 import json
-import math
+import sys
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,88 +17,78 @@ from rpg_jax.types import Sampling
 _MOST_STOPS = 16
 
 
+class _Kind(NamedTuple):
+    """What a field may be: a function that says whether a value fits, and `what` the value must be, for messages."""
+
+    fits: Callable[[Any], bool]
+    what: str
+
+
+def _is_stop(value: Any) -> bool:
+    texts = [value] if isinstance(value, str) else value
+    return isinstance(texts, list) and len(texts) <= _MOST_STOPS and all(isinstance(x, str) and x for x in texts)
+
+
+_NUMBER = _Kind(lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max, "a finite number")
+_TRUTH = _Kind(lambda value: isinstance(value, bool), "true or false")
+_STOP = _Kind(_is_stop, f"a text or a list of texts, none of them empty, and {_MOST_STOPS} are the most")
+
+
+def _whole(low: int, high: int = 2**31 - 1) -> _Kind:
+    return _Kind(lambda value: type(value) is int and low <= value <= high, f"a whole number from {low} to {high}")
+
+
+def _wholes(low: int, high: int) -> _Kind:
+    one = _whole(low, high)
+    return _Kind(
+        lambda value: isinstance(value, list) and all(map(one.fits, value)), f"a list whose entries are each {one.what}"
+    )
+
+
+def _flag(known: str) -> _Kind:
+    """An object whose only entry, if it has any, is `known`, true or false."""
+    return _Kind(
+        lambda value: isinstance(value, dict) and all(key == known and _TRUTH.fits(value[key]) for key in value),
+        f'{{"{known}": true or false}}',
+    )
+
+
 class RequestFields:
-    """The fields of a request that are not read yet. A field that is null counts as absent. `take` raises nothing.
-    Every other method raises ValueError, which names the field, for a wrong value, and every method but `end` removes
-    the fields that it reads."""
+    """The fields of a request that are not read yet. A field that is null counts as absent. Methods raise ValueError,
+    which names the field, for a wrong value. Every method but `end` removes the fields that it reads."""
 
     def __init__(self, fields: Mapping[str, Any]):
         self._left = {name: value for name, value in fields.items() if value is not None}
 
-    def take(self, name: str, default: Any = None) -> Any:
-        """Removes a field and returns its value, of any type; `default` if the field is absent."""
-        return self._left.pop(name, default)
-
-    def number(self, name: str, default: float) -> float:
-        """The field's number, which must be finite; `default` if the field is absent."""
-        value = self.take(name, default)
-        try:
-            number = float(value) if type(value) in (int, float) else math.nan
-        except OverflowError:
-            number = math.inf
-        if not math.isfinite(number):
-            raise ValueError(f"{name} must be a finite number, got {_short(value)}")
-        return number
-
-    def whole(self, name: str, default: int | None, low: int, high: int = 2**31 - 1) -> Any:
-        """The field's whole number, from `low` to `high`; `default`, which is not checked, if the field is absent."""
-        value = self.take(name, default)
-        if value is not default and (type(value) is not int or not low <= value <= high):
-            raise ValueError(f"{name} must be a whole number from {low} to {high}, got {_short(value)}")
-        return value
-
-    def truth(self, name: str) -> bool:
-        """The field's true or false; False if the field is absent."""
-        value = self.take(name, False)
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} must be true or false, got {_short(value)}")
-        return value
-
-    def flags(self, name: str, known: str) -> dict[str, bool]:
-        """The field's object, whose only entry may be `known`, which is true or false; {} if the field is absent.
-        Raises ValueError for another value."""
-        value = self.take(name, {})
-        if not isinstance(value, dict) or not all(key == known and isinstance(value[key], bool) for key in value):
-            raise ValueError(f'{name} must be {{"{known}": true or false}}, got {_short(value)}')
-        return value
-
-    def stops(self) -> tuple[str, ...]:
-        """The field `stop`, a text or a list of at most 16 texts, none of them empty; () if the field is absent."""
-        value = self.take("stop", [])
-        texts = [value] if isinstance(value, str) else value
-        if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-            raise ValueError(f"stop must be a text or a list of texts, none of them empty, got {_short(value)}")
-        if len(texts) > _MOST_STOPS:
-            raise ValueError(f"stop has {len(texts)} texts; {_MOST_STOPS} are the most")
-        return tuple(texts)
-
-    def wholes(self, name: str, low: int, high: int) -> list[int] | None:
-        """The field's list of whole numbers from `low` to `high`, which may be empty; None if the field is absent."""
-        value = self.take(name)
-        fits = isinstance(value, list) and all(type(one) is int and low <= one <= high for one in value)
-        if value is not None and not fits:
-            raise ValueError(f"{name} must be a list of whole numbers from {low} to {high}, got {_short(value)}")
+    def take(self, name: str, default: Any = None, kind: _Kind | None = None) -> Any:
+        """Removes a field and returns its value, which must be of `kind`; None takes every value. If the field is
+        absent, returns `default`, which is not checked."""
+        if name not in self._left:
+            return default
+        value = self._left.pop(name)
+        if kind is not None and not kind.fits(value):
+            raise ValueError(f"{name} must be {kind.what}, got {_short(value)}")
         return value
 
     def sampling(self, defaults: Sampling, max_tokens: int) -> Sampling:
         """Sampling parameters with `max_tokens`, and the fields `temperature`, `top_p`, `top_k` (-1 and 0 are off),
         `min_p` and `stop_token_ids`; for an absent field the value of `defaults`."""
-        stops = self.wholes("stop_token_ids", 0, 2**31 - 1)
         return Sampling(
-            temperature=self.number("temperature", defaults.temperature),
-            top_p=self.number("top_p", defaults.top_p),
-            top_k=max(0, self.whole("top_k", defaults.top_k, low=-1)),
-            min_p=self.number("min_p", defaults.min_p),
+            temperature=float(self.take("temperature", defaults.temperature, _NUMBER)),
+            top_p=float(self.take("top_p", defaults.top_p, _NUMBER)),
+            top_k=max(0, self.take("top_k", defaults.top_k, _whole(-1))),
+            min_p=float(self.take("min_p", defaults.min_p, _NUMBER)),
             max_tokens=max_tokens,
-            stop_token_ids=defaults.stop_token_ids if stops is None else tuple(stops),
+            stop_token_ids=tuple(self.take("stop_token_ids", defaults.stop_token_ids, _wholes(0, 2**31 - 1))),
         )
 
     def shared(self) -> dict[str, Any]:
         """The fields that texts and conversations have alike, as arguments of `CompletionRequest`: `seed` (None if
         absent), `stop`, `stream`, and `usage` from the entry `include_usage` of `stream_options`."""
-        usage = self.flags("stream_options", "include_usage").get("include_usage", False)
-        own = {"seed": self.whole("seed", None, low=0), "stop": self.stops()}
-        return own | {"stream": self.truth("stream"), "usage": usage}
+        usage = self.take("stream_options", {}, _flag("include_usage")).get("include_usage", False)
+        stop = self.take("stop", [], _STOP)
+        own = {"seed": self.take("seed", None, _whole(0)), "stop": (stop,) if isinstance(stop, str) else tuple(stop)}
+        return own | {"stream": self.take("stream", False, _TRUTH), "usage": usage}
 
     def end(self, unused: Mapping[str, Collection[Any] | None]) -> None:
         """Raises ValueError if a field is left that nothing has read. A field that is a key of `unused` may be left
@@ -142,13 +132,13 @@ class TextForm:
         """The request in these fields, which are removed from `body`. Raises ValueError if a field is wrong, or a
         prompt does not fit the engine. `max_tokens` may be 0 if `echo` is true: then nothing is drawn."""
         prompts = await self._prompts(body.take("prompt"))
-        n, echo = body.whole("n", 1, low=1, high=MOST_CHOICES), body.truth("echo")
+        n, echo = body.take("n", 1, _whole(1, MOST_CHOICES)), body.take("echo", False, _TRUTH)
         if n * len(prompts) > MOST_CHOICES:
             raise ValueError(f"{len(prompts)} prompts with n={n} are more than {MOST_CHOICES} completions; send fewer")
         room = self._admission.capacity - max(map(len, prompts))
-        longest = body.whole("max_tokens", max(1, min(16, room)), low=0 if echo else 1)
+        longest = body.take("max_tokens", max(1, min(16, room)), _whole(0 if echo else 1))
         sampling = body.sampling(self._admission.sampling, max(1, longest))
-        counters = body.wholes("counters", 0, 2**32 - 1)
+        counters = body.take("counters", None, _wholes(0, 2**32 - 1))
         if counters is not None and len(counters) != 4:
             raise ValueError(f"counters must be [seed, step, prompt_id, index], got {len(counters)} numbers")
         return CompletionRequest(
@@ -156,13 +146,13 @@ class TextForm:
             sampling,
             n=n,
             draw=longest > 0,
-            logprobs=body.whole("logprobs", None, low=0, high=5),
+            logprobs=body.take("logprobs", None, _whole(0, 5)),
             echo=echo,
             **body.shared(),
-            prompt_ids=body.truth("return_token_ids"),
-            sampler_logprobs=body.truth("sampler_logprobs"),
-            counters=None if counters is None else (counters[0], counters[1], counters[2], counters[3]),
-            drawn=body.whole("drawn", 0, low=0),
+            prompt_ids=body.take("return_token_ids", False, _TRUTH),
+            sampler_logprobs=body.take("sampler_logprobs", False, _TRUTH),
+            counters=None if counters is None else tuple(counters),
+            drawn=body.take("drawn", 0, _whole(0)),
         )
 
     def choice(self, asked: CompletionRequest, choice: Piece) -> dict[str, Any]:
@@ -245,19 +235,19 @@ class ChatForm:
         conversation does not fit the engine, or the model has no chat template."""
         if self._render is None:
             raise ValueError("this model has no chat template: send its prompt to /v1/completions")
-        options = body.flags("chat_template_kwargs", "enable_thinking")
+        options = body.take("chat_template_kwargs", {}, _flag("enable_thinking"))
         thinking = {"thinking": options["enable_thinking"]} if options else {}
         text = await asyncio.to_thread(self._render, _messages(body.take("messages")), **thinking)
         prompt = await self._admission.encode(text)
         room = max(1, self._admission.capacity - len(prompt))
-        longest = body.whole("max_completion_tokens", body.whole("max_tokens", room, low=1), low=1)
+        longest = body.take("max_completion_tokens", body.take("max_tokens", room, _whole(1)), _whole(1))
         sampling = body.sampling(self._admission.sampling, longest)
-        top = body.whole("top_logprobs", 0, low=0, high=TOP_TOKENS)
+        top = body.take("top_logprobs", 0, _whole(0, TOP_TOKENS))
         return CompletionRequest(
             [self._admission.checked(prompt, sampling)],
             sampling,
-            n=body.whole("n", 1, low=1, high=MOST_CHOICES),
-            logprobs=top if body.truth("logprobs") else None,
+            n=body.take("n", 1, _whole(1, MOST_CHOICES)),
+            logprobs=top if body.take("logprobs", False, _TRUTH) else None,
             **body.shared(),
         )
 
