@@ -86,7 +86,7 @@ class Insertions:
       slots: i32[S], the slot of each row; out of range after `count`.
       prefix_rows: i32[S], the row of the `Prefix` that has the tokens to copy.
       emitted: i32[S], how many of those tokens belong to the completion already.
-      seed, step, prompt_id, index: u32[S], from which the completion's random key is made.
+      counters: u32[4, S], the seed, step, prompt_id and index from which each completion's random key is made.
       sampling: the sampling parameters of each row.
     """
 
@@ -94,10 +94,7 @@ class Insertions:
     slots: Any
     prefix_rows: Any
     emitted: Any
-    seed: Any
-    step: Any
-    prompt_id: Any
-    index: Any
+    counters: Any
     sampling: SlotSampling
 
     @classmethod
@@ -108,9 +105,8 @@ class Insertions:
         for i, (slot, prefix_row, drawn, origin, _) in enumerate(rows):
             into[i], prefix_rows[i], emitted[i] = slot, prefix_row, drawn
             counters[:, i] = [counter & 0xFFFFFFFF for counter in origin]
-        seed, step, prompt_id, index = counters
         sampling = SlotSampling.of([sampling for *_, sampling in rows], slots)
-        return cls(np.int32(len(rows)), into, prefix_rows, emitted, seed, step, prompt_id, index, sampling)
+        return cls(np.int32(len(rows)), into, prefix_rows, emitted, counters, sampling)
 
 
 @flax.struct.dataclass
@@ -205,7 +201,7 @@ class DecodeState:
         return DecodeState(
             cache=jax.lax.fori_loop(0, rows.count, copy, self.cache),
             hidden=put(self.hidden, prefix.hidden[rows.prefix_rows]),
-            keys=put(self.keys, completion_keys(rows.seed, rows.step, rows.prompt_id, rows.index)),
+            keys=put(self.keys, completion_keys(*rows.counters)),
             emitted=put(self.emitted, rows.emitted),
             sampling=jax.tree.map(put, self.sampling, rows.sampling),
             active=put(self.active, True),

@@ -10,7 +10,7 @@ programs. On a CPU, XLA runs the programs of one thread one after the other, so 
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -69,7 +69,7 @@ class DecodeEngine:
             unrolled = module.decodes_unrolled(int8_kv=decoding.int8_kv)
             rules, how = tuple(decoding.rules.items()), (dtype, decoding.int8_kv, decoding.record_experts, unrolled)
             sizes = decoding.slots // decoding.threads, decoding.capacity, decoding.steps_per_dispatch
-            self._programs = _make_programs(config, graphdef, *sizes, *how, decoding.mesh, rules)
+            self._programs = _programs(config, graphdef, *sizes, *how, decoding.mesh, rules)
         self._threads = [ThreadPoolExecutor(1, f"rpg-decode-{i}") for i in range(decoding.threads)]
         self._split: tuple[Any, Any] = None, None  # weights, and the arrays of each of their layers
 
@@ -113,7 +113,9 @@ class DecodeEngine:
           attend_length: the caller promises that at the end of the dispatch no prompt with its completion has more
             tokens. None stands for the capacity.
         """
-        attend = self._attended(attend_length)
+        attend = self.decoding.capacity
+        if attend_length is not None and not self._ragged:  # the ragged kernel reads only what each slot has filled
+            attend = attention_bucket(attend_length, attend)
         with self.weights.pinned() as params:
             share = np.int32(self._places if idle is None else max(1, idle // len(self._threads)))
             layers = self._layers(params)
@@ -176,12 +178,6 @@ class DecodeEngine:
                 self._split = params, self._programs.split(params)
         return self._split[1]
 
-    def _attended(self, length: int | None) -> int:
-        """The number of cache positions that a dispatch reads if no slot is longer than `length` at the end."""
-        if length is None or self._ragged:  # the ragged kernel reads only what each slot has filled
-            return self.decoding.capacity
-        return attention_bucket(length, self.decoding.capacity)
-
     @property
     def _places(self) -> int:
         """The number of slots of a thread."""
@@ -198,55 +194,45 @@ class DecodeEngine:
         return contextlib.nullcontext() if mesh is None else parallel.activate(mesh, rules)
 
 
-class _Programs(NamedTuple):
+class _Programs:
     """The jitted programs of an engine, and the shapes of its state. `split` is None if the layers are scanned."""
 
-    init: Callable[..., DecodeState]
-    prefill: jax.stages.Wrapped
-    score: jax.stages.Wrapped
-    insert: jax.stages.Wrapped
-    extend: jax.stages.Wrapped
-    stop: jax.stages.Wrapped
-    generate: jax.stages.Wrapped
-    split: jax.stages.Wrapped | None
-    state_shapes: DecodeState
+    def __init__(
+        self,
+        config: DecoderConfig,
+        graphdef: nnx.GraphDef,
+        slots: int,
+        capacity: int,
+        steps: int,
+        dtype: Any,
+        int8_kv: bool,
+        record_experts: bool,
+        unrolled: bool,
+        mesh: jax.sharding.Mesh | None,
+        rules: tuple[tuple[str, Any], ...],
+    ):
+        sizes = slots, capacity, dtype
+        empty = functools.partial(DecodeState.empty, config, *sizes, int8_kv=int8_kv, unstacked=unrolled)
+        state, drawn, shapes = None, None, jax.eval_shape(empty)
+        if mesh is not None:
+            axes = DecodeState.logical_axes(int8_kv=int8_kv, layers=config.num_layers if unrolled else 0)
+            state = parallel.shardings(axes, shapes, mesh, dict(rules))
+            drawn = jax.NamedSharding(mesh, jax.P())
+            shapes = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, state)
+        generate = functools.partial(_decode_steps, graphdef, steps, record_experts)
+        self.state_shapes = shapes
+        self.init = jax.jit(empty, out_shardings=state)
+        self.prefill = jax.jit(functools.partial(_prefill_prompts, graphdef, record_experts))
+        self.score = jax.jit(functools.partial(_score_text, graphdef), out_shardings=drawn)
+        self.insert = jax.jit(DecodeState.insert, donate_argnums=0, out_shardings=state)
+        self.extend = jax.jit(functools.partial(_extend_slots, graphdef), donate_argnums=1, out_shardings=state)
+        self.stop = jax.jit(DecodeState.stop, donate_argnums=0, out_shardings=state)
+        self.generate = jax.jit(generate, donate_argnums=2, static_argnums=4, out_shardings=(state, drawn))
+        self.split = jax.jit(lambda params: nnx.merge(graphdef, params).unstacked_layers()) if unrolled else None
 
 
-@functools.lru_cache(maxsize=8)
-def _make_programs(
-    config: DecoderConfig,
-    graphdef: nnx.GraphDef,
-    slots: int,
-    capacity: int,
-    steps: int,
-    dtype: Any,
-    int8_kv: bool,
-    record_experts: bool,
-    unrolled: bool,
-    mesh: jax.sharding.Mesh | None,
-    rules: tuple[tuple[str, Any], ...],
-) -> _Programs:
-    """Returns the same programs for equal arguments, so that the engines of a process trace and compile them once."""
-    sizes = slots, capacity, dtype
-    empty = functools.partial(DecodeState.empty, config, *sizes, int8_kv=int8_kv, unstacked=unrolled)
-    state, drawn, shapes = None, None, jax.eval_shape(empty)
-    if mesh is not None:
-        axes = DecodeState.logical_axes(int8_kv=int8_kv, layers=config.num_layers if unrolled else 0)
-        state = parallel.shardings(axes, shapes, mesh, dict(rules))
-        drawn = jax.NamedSharding(mesh, jax.P())
-        shapes = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, state)
-    generate = functools.partial(_decode_steps, graphdef, steps, record_experts)
-    return _Programs(
-        init=jax.jit(empty, out_shardings=state),
-        prefill=jax.jit(functools.partial(_prefill_prompts, graphdef, record_experts)),
-        score=jax.jit(functools.partial(_score_text, graphdef), out_shardings=drawn),
-        insert=jax.jit(DecodeState.insert, donate_argnums=0, out_shardings=state),
-        extend=jax.jit(functools.partial(_extend_slots, graphdef), donate_argnums=1, out_shardings=state),
-        stop=jax.jit(DecodeState.stop, donate_argnums=0, out_shardings=state),
-        generate=jax.jit(generate, donate_argnums=2, static_argnums=4, out_shardings=(state, drawn)),
-        split=jax.jit(lambda params: nnx.merge(graphdef, params).unstacked_layers()) if unrolled else None,
-        state_shapes=shapes,
-    )
+# Equal arguments give the same programs, so that the engines of a process trace and compile them once.
+_programs = functools.lru_cache(maxsize=8)(_Programs)
 
 
 def _prefill_prompts(
