@@ -83,6 +83,8 @@ class Request:
       environment: answers every turn. A completion then is a conversation of at most `sampling.max_tokens` tokens, the
         environment's tokens included. None: a completion is one turn.
       starts: how the completions of each prompt begin; None: all begin anew, with this request's counters and limit.
+      places: the places whose prompts are read, in programs of the same shapes as without the other prompts. All other
+        places are in `done`. None: all prompts.
 
     Raises ValueError unless there is one id per prompt, `group_size` is at least 1, there are at most `MAX_STOP_TOKENS`
     stop tokens, `top_k` is below 2^31, each prompt is a 1-D array of at least one token, and with an environment no
@@ -100,6 +102,7 @@ class Request:
     expected: Sequence[float | None] | None = None
     environment: Responder | None = None
     starts: Sequence[Start] | None = None
+    places: Sequence[int] | None = None
 
     def __post_init__(self):
         stop, prompts = self.sampling.stop_token_ids, len(self.prompts)
@@ -113,7 +116,8 @@ class Request:
             raise ValueError(f"top_k must be below 2^31 (0 switches it off), got {self.sampling.top_k}")
         if self.environment is not None and any(start.drawn for start in self.starts or ()):
             raise ValueError("starts has drawn tokens: a conversation with an environment is drawn in one request")
-        for i, (prompt_id, prompt) in enumerate(zip(self.prompt_ids, self.prompts, strict=True)):
+        for i in self._read:
+            prompt_id, prompt = self.prompt_ids[i], self.prompts[i]
             if np.ndim(prompt) != 1 or len(prompt) == 0:
                 raise ValueError(
                     f"prompt {i} (id {prompt_id}) has shape {np.shape(prompt)}; a prompt is a 1-D array of at least "
@@ -126,7 +130,8 @@ class Request:
         stop, max_tokens = self.sampling.stop_token_ids, self.sampling.max_tokens
         if not all(0 <= token < vocab_size for token in stop):
             raise ValueError(f"stop tokens must be in the vocabulary 0..{vocab_size - 1}, got {stop}")
-        for i, (prompt_id, prompt) in enumerate(zip(self.prompt_ids, self.prompts, strict=True)):
+        for i in self._read:
+            prompt_id, prompt = self.prompt_ids[i], self.prompts[i]
             if np.min(prompt) < 0 or np.max(prompt) >= vocab_size:
                 raise ValueError(
                     f"prompt {i} (id {prompt_id}) has token ids from {np.min(prompt)} to {np.max(prompt)}; the model's "
@@ -141,12 +146,17 @@ class Request:
 
     @property
     def order(self) -> list[int]:
-        """All places in the order in which to begin them: the longest expected completions first; among equals, the
-        longest prompts first. An unknown expected length counts as the mean of the known lengths."""
+        """The places whose prompts are read, in the order in which to begin them: the longest expected completions
+        first; among equals, the longest prompts first. An unknown expected length counts as the mean of the known
+        lengths."""
         known = self.expected or [None] * len(self.prompts)
         usual = float(np.mean([n for n in known if n is not None] or [0]))
         to_come = [usual if n is None else n for n in known]
-        return sorted(range(len(known)), key=lambda i: (-to_come[i], -len(self.prompts[i])))
+        return sorted(self._read, key=lambda i: (-to_come[i], -len(self.prompts[i])))
+
+    @property
+    def _read(self) -> Sequence[int]:
+        return range(len(self.prompts)) if self.places is None else self.places
 
     def start(self, place: int) -> Start:
         """How the completions of the prompt at `place` begin; without `starts`, with the request's own values."""

@@ -14,7 +14,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,10 +22,10 @@ import numpy as np
 
 from rpg_jax.parallel import hosts
 from rpg_jax.rewards.verdicts import CHANCE
-from rpg_jax.rollout.request import Reply, Request, Responder
+from rpg_jax.rollout.request import Request
 from rpg_jax.rollout.weights import Params, Staged, Weights
 from rpg_jax.storage.journal import Journal
-from rpg_jax.types import Completion, FinishReason
+from rpg_jax.types import Completion
 
 _PARCELS = 64  # parcels of a host, on average: so its last parcel is a small part of its work
 _LOOK = 0.005  # seconds between two looks at the slots
@@ -265,8 +264,8 @@ def sample_from_shared_list(rollout: Feedable, request: Request) -> Groups:
             parcel.completions = begun.enter_context(rollout.begin(parcel.request))
             progress.append(parcel)
         for parcel in progress:
-            for place, group in zip(parcel.places, parcel.completions(), strict=True):
-                groups[place] = group
+            for group, own in zip(groups, parcel.completions(), strict=True):
+                group += own  # [] but for the places of the parcel
     return groups
 
 
@@ -283,40 +282,18 @@ def parcels_of(request: Request) -> list[list[int]]:
 
 
 class _Parcel:
-    """Some places of a request, as a request of their own. `left` counts the groups that are not complete, and
+    """The part of a request that samples some places alone. `left` counts the groups that are not complete, and
     `completions` waits for all."""
 
     completions: Callable[[], Groups]
 
     def __init__(self, whole: Request, places: Sequence[int]):
-        self.places, self._whole = places, whole
-        self.left = len([place for place in places if place not in whole.done])
-        self.request = dataclasses.replace(
-            whole,
-            prompts=[whole.prompts[place] for place in places],
-            prompt_ids=[whole.prompt_ids[place] for place in places],
-            done=frozenset(i for i, place in enumerate(places) if place in whole.done),
-            on_group=self._note,
-            expected=None,
-            starts=whole.starts and [whole.starts[place] for place in places],
-            environment=_Part(whole.environment, places) if whole.environment is not None else None,
-        )
+        wanted = frozenset(places) - whole.done
+        done = frozenset(range(len(whole.prompts))) - wanted
+        self.left, self._on_group = len(wanted), whole.on_group
+        self.request = dataclasses.replace(whole, places=places, done=done, on_group=self._note, expected=None)
 
     def _note(self, place: int, group: list[Completion]) -> None:
         self.left -= 1
-        if self._whole.on_group is not None:
-            self._whole.on_group(self.places[place], group)
-
-
-class _Part:
-    """An environment for a parcel, whose places are numbered anew."""
-
-    def __init__(self, whole: Responder, places: Sequence[int]):
-        self._whole, self._places = whole, places
-
-    @property
-    def turn_tokens(self) -> int:
-        return self._whole.turn_tokens
-
-    def respond(self, place: int, index: int, tokens: np.ndarray, finish_reason: FinishReason) -> Future[Reply]:
-        return self._whole.respond(self._places[place], index, tokens, finish_reason)
+        if self._on_group is not None:
+            self._on_group(place, group)
