@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rpg_jax.rollout.decode_state import DecodeResult, Extension, Prefix
-from rpg_jax.rollout.decoding import Decoding, power_of_two, prompt_bucket, prompts_per_prefill
+from rpg_jax.rollout.decoding import power_of_two, prompt_bucket, prompts_per_prefill
 from rpg_jax.rollout.engine import DecodeEngine, State
 from rpg_jax.rollout.request import Reply, Request, Row
 from rpg_jax.rollout.weights import RolloutError
@@ -59,16 +59,15 @@ class Finish:
 def plan(engine: DecodeEngine, request: Request) -> tuple[list[list[Row]], list[Chunk]]:
     """Makes the rows of each prompt, in the order of the prompts, and the chunks, in the order of their prefills. A
     prompt in `request.done` keeps its place in a chunk and gets no rows, []. A chunk without rows is left out. Raises
-    ValueError if a prompt, its limit of tokens or a token does not fit the engine."""
-    request.check_fits(capacity=engine.decoding.capacity, vocab_size=engine.config.vocab_size)
+    ValueError if a prompt, its limit of tokens or a token does not fit the engine.
+
+    The prompts of a chunk have one length bucket, and one prefill takes all of them. The number of rows of a prefill is
+    a power of two, and unused rows are padding. So few shapes are compiled, whatever the number and the lengths of the
+    prompts are.
+    """
+    decoding = engine.decoding
+    request.check_fits(capacity=decoding.capacity, vocab_size=engine.config.vocab_size)
     groups = [request.rows(place) for place in range(len(request.prompts))]
-    return groups, _chunks(engine.decoding, request, groups)
-
-
-def _chunks(decoding: Decoding, request: Request, groups: Sequence[Sequence[Row]]) -> list[Chunk]:
-    """Splits prompts into chunks. The prompts of a chunk have one length bucket, and one prefill takes all of them. The
-    number of rows of a prefill is a power of two, and unused rows are padding. So few shapes are compiled, whatever the
-    number and the lengths of the prompts are."""
     prompts, pending = request.prompts, list(request.order)
     buckets = {i: prompt_bucket(len(prompts[i]), decoding.capacity) for i in pending}
     chunks = []
@@ -84,7 +83,7 @@ def _chunks(decoding: Decoding, request: Request, groups: Sequence[Sequence[Row]
             for completion in groups[i]:
                 completion.prompt_row = row
         chunks.append(Chunk(tokens, lengths, [row for i in together for row in groups[i]]))
-    return [chunk for chunk in chunks if chunk.rows]
+    return groups, [chunk for chunk in chunks if chunk.rows]
 
 
 def completions_of(request: Request, groups: Sequence[Sequence[Row]], version: int) -> list[list[Completion]]:
