@@ -59,7 +59,8 @@ class Admission:
     """Admits requests to the driver of a rollout. Only one event loop may use an object, in its thread.
 
     `active` is the number of requests that are served. The server sets `draining` when it shuts down: then no request
-    and no load is admitted. `codec` and `sampling` are attributes too.
+    and no load is admitted. A prompt without a seed has its random numbers from the next number of `arrivals`. `codec`
+    and `sampling` are attributes too.
 
     Args:
       rollout: its driver serves the requests.
@@ -74,7 +75,7 @@ class Admission:
     ):
         self.codec, self.sampling = codec, sampling
         self._rollout, self._max_active = rollout, max_active
-        self._arrivals = itertools.count()
+        self.arrivals = itertools.count()
         self.active, self.draining = 0, False
         self._completions = 0  # the number of completions of the active requests
         self._ended = time.monotonic()  # the last request or load
@@ -102,10 +103,6 @@ class Admission:
     def idle_seconds(self) -> float:
         """Seconds since the last request or load ended, or since the start; 0 while a request or a load goes on."""
         return time.monotonic() - self._ended if self.idle else 0.0
-
-    def arrival(self) -> int:
-        """The number of calls before this one. A prompt without a seed gets its random numbers from this number."""
-        return next(self._arrivals)
 
     @contextlib.contextmanager
     def request(self) -> Iterator[Callable[[int], None]]:

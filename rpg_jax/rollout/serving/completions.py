@@ -93,7 +93,7 @@ async def pieces(admission: Admission, asked: CompletionRequest) -> AsyncGenerat
 
     tasks = []
     for place in range(len(asked.prompts)):
-        origin = (0, 0, admission.arrival()) if asked.seed is None else (asked.seed, 0, 0)
+        origin = (0, 0, next(admission.arrivals)) if asked.seed is None else (asked.seed, 0, 0)
         for i in range(asked.n):
             counters = (*origin, i) if asked.counters is None else asked.counters
             tasks.append(asyncio.create_task(feed(place * asked.n + i, counters)))

@@ -1,6 +1,7 @@
 """JetStream's gRPC service and an HTTP service, both on our engine. No request can end the driver."""
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -11,8 +12,10 @@ from rpg_jax.data.tokenizer import Codec
 from rpg_jax.rewards.callables import Background
 from rpg_jax.rollout.jetstream.adapter import jetstream_pb2, jetstream_pb2_grpc, orchestrator
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
+from rpg_jax.rollout.serving import completions
 from rpg_jax.rollout.serving.access import STALL_SECONDS, Access, ApiKey
 from rpg_jax.rollout.serving.admission import Admission, Disk, Refused, count
+from rpg_jax.rollout.serving.completions import CompletionRequest
 from rpg_jax.types import Sampling
 
 _IDLE_MS = 300_000
@@ -34,13 +37,13 @@ class Service(orchestrator.LLMOrchestrator):
                 sampling = dataclasses.replace(self._admission.sampling, max_tokens=request.max_tokens)
                 prompt = self._admission.checked(await self._read(request), sampling)
                 is_text = request.WhichOneof("content") == "text_content"
-                more = self._admission.text(sampling) if is_text else None
-                counters = 0, 0, self._admission.arrival(), 0
-                async for tokens, _, _ in self._admission.completion(prompt, counters, sampling):
-                    ids = [token for token in tokens.tolist() if token not in sampling.stop_token_ids]
-                    sample = {"text": more(tokens)} if more else {"token_ids": ids}
-                    content = jetstream_pb2.DecodeResponse.StreamContent
-                    yield jetstream_pb2.DecodeResponse(stream_content=content(samples=[content.Sample(**sample)]))
+                made = completions.pieces(self._admission, CompletionRequest([prompt], sampling))
+                async with contextlib.aclosing(made) as pieces:
+                    async for piece in pieces:
+                        ids = [token for token in piece.token_ids if token not in sampling.stop_token_ids]
+                        sample = {"text": piece.text} if is_text else {"token_ids": ids}
+                        content = jetstream_pb2.DecodeResponse.StreamContent
+                        yield jetstream_pb2.DecodeResponse(stream_content=content(samples=[content.Sample(**sample)]))
         except Refused as refused:
             await context.abort(refused.code, str(refused))
 
@@ -116,9 +119,7 @@ class Server:
         self._background = Background("rpg-server")
         self._http: Any = None
         try:
-            self.port = self._call(self._start(port))
-            if http_port is not None:
-                self.http_port = self._call(self._start_http(http_port, render))
+            self._call(self._start(port, http_port, render))
         except (RuntimeError, OSError) as error:
             self.stop(grace=0)
             raise ValueError(f"cannot serve on {self._access.host}: {error}") from error
@@ -137,7 +138,7 @@ class Server:
         self._background.close()
         self._rollout.close()
 
-    async def _start(self, port: int) -> int:
+    async def _start(self, port: int, http_port: int | None, render: Callable[..., str] | None) -> None:
         stall, key = int(1000 * STALL_SECONDS), self._access.key
         options = [
             ("grpc.so_reuseport", 0),
@@ -148,19 +149,18 @@ class Server:
         jetstream_pb2_grpc.add_OrchestratorServicer_to_server(Service(self._admission), self._grpc)
         address, credentials = f"{self._access.host}:{port}", self._access.grpc_credentials()
         if credentials is None:
-            port = self._grpc.add_insecure_port(address)
+            self.port = self._grpc.add_insecure_port(address)
         else:
-            port = self._grpc.add_secure_port(address, credentials)
+            self.port = self._grpc.add_secure_port(address, credentials)
         await self._grpc.start()
-        return port
-
-    async def _start_http(self, port: int, render: Callable[..., str] | None) -> int:
+        if http_port is None:
+            return
         try:
             from rpg_jax.rollout.serving import http
         except ModuleNotFoundError as error:
             raise RuntimeError("HTTP needs aiohttp: pip install 'rpg_jax[serve]'") from error
-        self._http = await http.start(self._admission, self._name, self._access, port, render)
-        return self._http.addresses[0][1]
+        self._http = await http.start(self._admission, self._name, self._access, http_port, render)
+        self.http_port = self._http.addresses[0][1]
 
     async def _stop(self, grace: float) -> None:
         async def idle():
