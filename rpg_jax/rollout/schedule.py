@@ -295,20 +295,14 @@ class Schedule:
         if replies:
             concurrent.futures.wait(replies, timeout, concurrent.futures.FIRST_COMPLETED)
 
-    def shown(self, drawn: DecodeResult | None = None) -> DecodeResult:
-        """The result `drawn` of a dispatch, in which slots that wait for a reply look active: JetStream's detokenize
-        thread would end their completions. None stands for a dispatch in which no slot drew a token."""
+    def shown(self) -> DecodeResult:
+        """What JetStream's detokenize thread sees of the slots: a dispatch without tokens, because the rows have their
+        tokens already. The active slots are those whose rows go on, also those that wait for a reply. The thread ends
+        the completions of all other slots."""
         slots = self.engine.decoding.slots
-        if drawn is None:
-            active, none = np.zeros(slots, bool), np.zeros((slots, 0))
-            active[[*self.live]] = True
-            count = np.zeros(slots, np.int32)
-            drawn = DecodeResult(none.astype(np.int32), none.astype(np.float32), count, active)
-        if not self._asked:
-            return drawn
-        active = drawn.active.copy()
-        active[[*self._asked]] = True
-        return dataclasses.replace(drawn, active=active)
+        active, none = np.zeros(slots, bool), np.zeros((slots, 0), np.int32)
+        active[[*self.live, *self._asked]] = True
+        return DecodeResult(none, none, np.zeros(slots, np.int32), active)
 
     def _lend(self, slot: int) -> int:
         """Takes the slot from a row that waits for its reply."""

@@ -189,9 +189,8 @@ class GuardedDriver(orchestrator.Driver):
             if not schedule.live:
                 schedule.wait(POLL)
                 continue
-            drawn = schedule.advance(more=self._placed > self._received)
-            left = schedule.settle(drawn)
-            detokenize.put((0, packed(schedule.shown(drawn))))
+            left = schedule.settle(schedule.advance(more=self._placed > self._received))
+            detokenize.put((0, packed(schedule.shown())))
             # The detokenize thread puts a slot back once it has delivered the completion.
             schedule.free += [self._take(slots) for _ in left]
 
