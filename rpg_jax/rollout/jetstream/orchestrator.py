@@ -204,8 +204,7 @@ class Ticket:
     the rows of each prompt of `request`. The constructor makes this the channel of each row."""
 
     def __init__(self, request: Request, groups: Sequence[Sequence[Row]]):
-        self._left, self._finish = sum(map(len, groups)), Finish(request, groups)
-        self._counting = threading.Lock()
+        self._finish, self._counting = Finish(request, groups), threading.Lock()
         self._ended = threading.Event()
         self._fault: BaseException | None = None
         self._rows = [row for rows in groups for row in rows]
@@ -216,12 +215,11 @@ class Ticket:
         """Does nothing: the call waits for the ends of the rows."""
 
     def close(self, row: Row) -> None:
-        """Counts a row that has ended. The last row of a group hands on the group, unless the row is cancelled."""
+        """Counts a row that has ended, unless it was cancelled. The last row of a group hands on the group."""
         with self._counting:
             if not row.cancelled:
                 self._finish.completed(row)
-            self._left -= 1
-            if self._left == 0:
+            if self._finish.over:
                 self._ended.set()
 
     def set_exception(self, exception: BaseException) -> None:

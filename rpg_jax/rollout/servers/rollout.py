@@ -1,6 +1,7 @@
 """The driver "servers": a rollout whose completions come from servers; and the scores of a teacher on servers."""
 
 import asyncio
+import dataclasses
 import functools
 import json
 import queue
@@ -14,6 +15,7 @@ from rpg_jax.parallel import hosts
 from rpg_jax.rewards.callables import Background
 from rpg_jax.rollout.request import Request, Row
 from rpg_jax.rollout.rollout import Rollout
+from rpg_jax.rollout.schedule import Finish
 from rpg_jax.rollout.servers.balance import Balance, Loadable
 from rpg_jax.rollout.servers.client import Caller, Client, Refused, ServerError, Unavailable
 from rpg_jax.rollout.servers.protocol import ScoreRequest, TurnRequest
@@ -104,29 +106,25 @@ class ServersRollout(Rollout):
 
     async def _all(self, request: Request, made: queue.SimpleQueue[Any]) -> None:
         """Puts each complete group and its place into `made`."""
-        places = [place for place in request.order if place not in request.done]
-        version = self.weights.version
+        groups, version = [request.rows(place) for place in range(len(request.prompts))], self.weights.version
+        finish = Finish(dataclasses.replace(request, on_group=lambda *found: made.put(found)), groups)
         try:
-            async with asyncio.TaskGroup() as asked:  # a group that fails ends the other groups
-                groups = [asked.create_task(self._group(request, place, version)) for place in places]
-                for group in asyncio.as_completed(groups):
-                    made.put(await group)
+            async with asyncio.TaskGroup() as asked:  # a completion that fails ends the others
+                for place in request.order:
+                    for row in groups[place]:
+                        asked.create_task(self._one(row, finish, version))
         except BaseExceptionGroup as errors:
-            raise _first(errors) from None
+            raise errors.exceptions[0] from None
 
-    async def _group(self, request: Request, place: int, version: int) -> tuple[int, list[Completion]]:
-        async with asyncio.TaskGroup() as asked:
-            group = [asked.create_task(self._one(row, version)) for row in request.rows(place)]
-        return place, [one.result() for one in group]
-
-    async def _one(self, row: Row, version: int) -> Completion:
+    async def _one(self, row: Row, finish: Finish, version: int) -> None:
         while True:
             question = TurnRequest(row, self._model, self._counters)
             read = functools.partial(question.completion, version=version, vocab_size=self._vocab_size)
             turn = await self._balance.ask(question.body, read)
             row.transcript.extend(turn.tokens, turn.logprobs, version)
             if row.environment is None or not row.take(await asyncio.wrap_future(row.ask()), version):
-                return row.completion()
+                finish.completed(row)
+                return
 
 
 class ServersWeights(Weights):
@@ -234,9 +232,3 @@ async def _weights_of(url: str, client: Client) -> int:
         raise ServerError(f"{url} does not say which weights it has: it must be python -m rpg_jax.serve") from None
     finally:
         await client.close()
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
