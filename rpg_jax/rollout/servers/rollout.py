@@ -6,7 +6,7 @@ import functools
 import json
 import queue
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -128,11 +128,11 @@ class ServersRollout(Rollout):
 
 
 class ServersWeights(Weights):
-    """The weights of a server at `url` that has other clients too, with the checksum that the server gave. This process
-    can neither read nor replace the weights: `stage`, `sync` and `verify` raise ValueError."""
+    """The weights of a server that has other clients too, with the checksum that the server gave. This process can
+    neither read nor replace the weights."""
 
-    def __init__(self, url: str, checksum: int):
-        self.version, self._url, self._said = 0, url, checksum
+    def __init__(self, checksum: int):
+        self.version, self._said = 0, checksum
 
     def checksum(self) -> int:
         """The checksum of the weights, as the server gave it."""
@@ -141,11 +141,6 @@ class ServersWeights(Weights):
     def take_counts(self) -> dict[str, float]:
         """{}: no weights are written, so there are no metrics."""
         return {}
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise ValueError(f"the weights are those of the server {self._url}: restart it with another checkpoint")
-
-    stage = sync = verify = _refuse
 
 
 class ServedTeacher:
@@ -215,8 +210,7 @@ def connect(
     checksum = asyncio.run(_weights_of(url, client))
     balance = Balance([url], client, KINDS["rpg_jax"], parallel=parallel, patience=_PATIENCE)
     balance.use(Loadable("", "", checksum))
-    weights = ServersWeights(url, checksum)
-    return ServersRollout(balance, weights, counters=True, capacity=capacity, vocab_size=vocab_size)
+    return ServersRollout(balance, ServersWeights(checksum), counters=True, capacity=capacity, vocab_size=vocab_size)
 
 
 async def _weights_of(url: str, client: Client) -> int:
