@@ -219,7 +219,7 @@ class Schedule:
                 if not row.cancelled:
                     batch.append((self.free.pop() if self.free else self._lend(lent.pop(0)), row))
                 elif row.channel is not None:
-                    row.channel.close(row)
+                    row.channel.note(row, ended=True)
             if batch:
                 rows = [
                     (slot, row.prompt_row, row.drawn + row.transcript.count, row.counters, row.of_turn)

@@ -29,11 +29,9 @@ POLL = 0.2  # seconds between two looks at whether a wait has become pointless
 class Channel(Protocol):
     """Hears of a request's rows. The driver's threads call the methods, which must not wait."""
 
-    def advanced(self, row: Row) -> None:
-        """Notes that `row.transcript` may have further tokens."""
-
-    def close(self, row: Row) -> None:
-        """Notes that `row` is complete or was cancelled: it gets no further tokens."""
+    def note(self, row: Row, ended: bool) -> None:
+        """Notes that `row.transcript` may have further tokens. A row that has `ended` is complete or was cancelled, and
+        gets no more."""
 
     def set_exception(self, exception: BaseException) -> None:
         """Takes the RolloutError of a driver that has ended: no row gets further tokens."""
@@ -43,7 +41,7 @@ def _row_request(row: Row) -> orchestrator.ActiveRequest:
     """JetStream's request of one completion for the detokenize thread, which tells the row's channel of each dispatch:
     the row has the tokens already."""
     tell = types.SimpleNamespace(
-        add_result=lambda samples: row.channel.advanced(row), close=lambda: row.channel.close(row)
+        add_result=lambda samples: row.channel.note(row, ended=False), close=lambda: row.channel.note(row, ended=True)
     )
     return orchestrator.ActiveRequest(
         max_tokens=row.sampling.max_tokens,
@@ -182,7 +180,7 @@ class GuardedDriver(orchestrator.Driver):
                 schedule.free += [self._take(slots) for slot, row in ended if slot is not None]
                 for slot, row in ended:
                     if slot is None:  # the detokenize thread does not know it
-                        row.channel.close(row)
+                        row.channel.note(row, ended=True)
             for slot, row in schedule.fill():
                 detokenize.put((slot, _row_request(row)))
             self._waiting = schedule.waiting
@@ -211,11 +209,10 @@ class Ticket:
         for row in self._rows:
             row.channel = self
 
-    def advanced(self, row: Row) -> None:
-        """Does nothing: the call waits for the ends of the rows."""
-
-    def close(self, row: Row) -> None:
+    def note(self, row: Row, ended: bool) -> None:
         """Counts a row that has ended, unless it was cancelled. The last row of a group hands on the group."""
+        if not ended:
+            return
         with self._counting:
             if not row.cancelled:
                 self._finish.completed(row)

@@ -293,11 +293,8 @@ class _Stream:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
 
-    def advanced(self, row: Row) -> None:
-        self._put(row)
-
-    def close(self, row: Row) -> None:
-        self._put(None)
+    def note(self, row: Row, ended: bool) -> None:
+        self._put(None if ended else row)
 
     def set_exception(self, exception: BaseException) -> None:
         self._put(exception)
