@@ -35,17 +35,8 @@ def _stub(package: str, submodule: str, **attributes) -> None:
         setattr(sys.modules[f"{package}.{submodule}"], name, value)
 
 
-def _tokenizer_absent(*_args, **_kwargs):
-    raise ImportError("this tokenizer needs seqio or tiktoken; the rollout engine brings its own tokenizer")
-
-
-_stub(
-    "seqio",
-    "vocabularies",
-    Vocabulary=type("Vocabulary", (), {}),
-    SentencePieceVocabulary=type("SentencePieceVocabulary", (), {"__init__": _tokenizer_absent}),
-)
-_stub("tiktoken", "load", load_tiktoken_bpe=_tokenizer_absent)
+_stub("seqio", "vocabularies", Vocabulary=object, SentencePieceVocabulary=object)
+_stub("tiktoken", "load", load_tiktoken_bpe=object)
 
 _root = logging.getLogger()
 _level, _handlers = _root.level, list(_root.handlers)
