@@ -2,7 +2,7 @@
 
 A fault of a thread, or a stop, raises an exception in each call that waits. One JetStream request is a chunk of
 prompts. The generate thread splits the chunk into one request per completion, so that each completion takes and frees a
-slot of its own. The detokenize thread delivers tokens.
+slot of its own. The detokenize thread tells channels of tokens and ends, and gives slots back.
 """
 
 import contextlib
