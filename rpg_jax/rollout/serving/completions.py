@@ -161,10 +161,12 @@ def _joined(index: int, own: list[Piece]) -> Piece:
 
 
 class StopText:
-    """Passes on a growing text until one of the texts `stops` is complete. What may begin one of them is held back."""
+    """Passes on a growing text until one of the texts `stops` is complete. The last letters are held back, one fewer
+    than the longest of `stops` has: they may begin one."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops, self._held = stops, ""
+        self._most = max(map(len, stops), default=1) - 1
 
     def push(self, text: str) -> tuple[str, bool]:
         """Takes more text. Returns the text to pass on now, and whether a stop text has ended the completion. The text
@@ -175,8 +177,7 @@ class StopText:
             _, begin = min(found)
             certain, self._held = self._held[:begin], ""
             return certain, True
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        cut = len(self._held) - keep
+        cut = max(0, len(self._held) - self._most)
         certain, self._held = self._held[:cut], self._held[cut:]
         return certain, False
 
@@ -184,8 +185,3 @@ class StopText:
         """The text that was held back, for a completion that has ended without a stop text. A second call gives ""."""
         rest, self._held = self._held, ""
         return rest
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest proper beginning of `stop` at the end of `text`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
