@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import socket
 import ssl
 import time
@@ -232,23 +233,19 @@ def source(text: str, check: Callable[[str], str], field: str = "servers.urls") 
     if text.startswith("file:"):
         path = storage.absolute(text.removeprefix("file:"))
         return lambda: asyncio.to_thread(_lines, path, check)
-    scheme, _, place = text.partition("://")
-    if scheme in ("dns", "dns+https"):
-        return _resolver(text, "https" if scheme == "dns+https" else "http", place, check, field)
+    if text.startswith(("dns://", "dns+https://")):
+        return _resolver(text, check, field)
     urls = [check(url.strip()) for url in text.split(",") if url.strip()]
     if not urls or len(set(urls)) < len(urls):
         raise ValueError(f"{field}={text!r}: give http://HOST:PORT of each server once, with commas between")
     return urls
 
 
-def _resolver(text: str, scheme: str, place: str, check: Callable[[str], str], field: str) -> Look:
-    try:
-        parts = urllib.parse.urlsplit(f"//{place}")
-        name, port = parts.hostname, parts.port
-    except ValueError:
-        name = port = None
-    if not name or not port or parts.path:
+def _resolver(text: str, check: Callable[[str], str], field: str) -> Look:
+    parts = re.fullmatch(r"dns(\+https)?://([^/:]+):(\d+)", text)
+    if parts is None:
         raise ValueError(f"{field}={text!r} is not of the form dns://NAME:PORT")
+    scheme, name, port = "https" if parts[1] else "http", parts[2], int(parts[3])
     check(f"{scheme}://{name}:{port}")
 
     async def look() -> list[str]:
