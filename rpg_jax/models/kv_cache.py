@@ -51,7 +51,7 @@ class KVCache:
     ) -> KVCache:
         """A cache of empty slots: `capacity` tokens in each of `slots`. On a TPU the capacity is rounded up to whole
         tiles of 128 tokens, which the kernels copy. `int8` stores int8 and scales in place of `dtype`. `unstacked`
-        makes an array for each layer, which int8 does not allow."""
+        makes an array for each layer. Raises ValueError for both together."""
         if platform() == "tpu":
             capacity = -(-capacity // LANES) * LANES
         lead = (config.num_layers, slots, config.num_kv_heads)
@@ -84,8 +84,10 @@ class KVCache:
         return jax.tree.leaves(self.keys)[0].shape[-1]
 
     def unstacked(self) -> KVCache:
-        """Splits the cache into an array per layer, which a loop over tokens updates in place. Scales of int8 are not
-        split, so no int8 cache may be unstacked."""
+        """Splits the cache into an array per layer, which a loop over tokens updates in place. Raises ValueError for an
+        int8 cache."""
+        if self.scales:
+            raise ValueError("an int8 cache is not unstacked: its scales are read from one array of all layers")
         return replace(self, keys=tuple(self.keys), values=tuple(self.values))
 
     def stacked(self) -> KVCache:

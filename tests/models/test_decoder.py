@@ -89,6 +89,11 @@ def test_prefill_and_decode_equal_the_full_forward(family):
     np.testing.assert_array_equal(cache.lengths, lengths[::-1])
 
 
+def test_an_int8_cache_is_not_split_into_layers():
+    with pytest.raises(ValueError, match="int8 cache is not unstacked"):
+        KVCache.empty(QWEN3, slots=1, capacity=8, int8=True, unstacked=True)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def extend(graphdef, params, *inputs):
     return nnx.merge(graphdef, params).extend(*inputs)
