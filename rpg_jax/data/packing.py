@@ -76,32 +76,40 @@ class Place(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Packing:
-    """Row and entry of every completion token.
+class RolloutBatch(Generic[P]):
+    """The groups of a step as the micro-batches of its mini-batches, and the entries of every completion's tokens.
 
     Attributes:
+      groups: P groups.
+      batches: M micro-batches; the first mini-batch comes first.
+      minibatch_sizes: micro-batches in each of the U mini-batches; they add up to M.
       places: for each group, the place of each completion.
       trained: i32[P, G] as nested lists, number of tokens of each completion with mask 1: its sampled tokens, or 0.
-      shape: the shape of every micro-batch.
-      micro_batches: M, the number of micro-batches.
-      sharding: the sharding of scattered arrays; None leaves the arrays on the host.
+      sharding: the sharding of the micro-batches and of scattered arrays; None leaves the arrays on the host.
     """
 
+    groups: Sequence[P]
+    batches: list[Batch]
+    minibatch_sizes: list[int]
     places: list[list[Place]]
     trained: list[list[int]]
-    shape: RowShape
-    micro_batches: int
     sharding: jax.sharding.Sharding | None = None
+
+    @property
+    def minibatches(self) -> list[list[Batch]]:
+        """The micro-batches of each of the U mini-batches."""
+        rest = iter(self.batches)
+        return [[next(rest) for _ in range(size)] for size in self.minibatch_sizes]
 
     def scatter(self, values: Sequence[Sequence[ArrayLike]] | np.ndarray) -> list[Any]:
         """f32[B, C] for each of the M micro-batches: the values at the entries of the completions' tokens, else 0. The
         arrays lie on the devices with `sharding`, or on the host. `values` has for each of the P groups G numbers (one
         a completion) or G arrays f32[n] (one number a token)."""
-        out = np.zeros((self.micro_batches, self.shape.rows, self.shape.completion_length), np.float32)
+        out = [np.zeros(batch.rows.mask.shape, np.float32) for batch in self.batches]
         for places, own in zip(self.places, values, strict=True):
             for (m, row, first, n), value in zip(places, own, strict=True):
-                out[m, row, first : first + n] = value
-        return [self.placed(x) for x in out]
+                out[m][row, first : first + n] = value
+        return [_placed(x, self.sharding) for x in out]
 
     def gather(
         self, arrays: Sequence[np.ndarray | jax.Array], groups: Sequence[int] | None = None
@@ -113,39 +121,12 @@ class Packing:
         chosen = range(len(self.places)) if groups is None else groups
         return [[own[m][row, first : first + n] for m, row, first, n in self.places[p]] for p in chosen]
 
-    def placed(self, tree: Any) -> Any:
-        """The tree of host arrays on the devices with `sharding`; without a sharding the tree itself."""
-        return tree if self.sharding is None else hosts.placed(tree, self.sharding)
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutBatch(Generic[P]):
-    """The groups of a step as the micro-batches of its mini-batches.
-
-    Attributes:
-      groups: P groups.
-      packing: the places of the groups' completions.
-      batches: M micro-batches; the first mini-batch comes first.
-      minibatch_sizes: micro-batches in each of the U mini-batches; they add up to M.
-    """
-
-    groups: Sequence[P]
-    packing: Packing
-    batches: list[Batch]
-    minibatch_sizes: list[int]
-
-    @property
-    def minibatches(self) -> list[list[Batch]]:
-        """The micro-batches of each of the U mini-batches."""
-        rest = iter(self.batches)
-        return [[next(rest) for _ in range(size)] for size in self.minibatch_sizes]
-
     def of_sampled(self, arrays: Sequence[np.ndarray | jax.Array]) -> list[list[np.ndarray]]:
         """For each completion of each group the values [m, …] at the m tokens that the policy sampled. Tokens that an
         environment wrote are left out. `arrays` are [B, C, …], one for each micro-batch. Every host must call this."""
         return [
             [x[completion.sampled] for x, completion in zip(own, group.completions, strict=True)]
-            for own, group in zip(self.packing.gather(arrays), self.groups, strict=True)
+            for own, group in zip(self.gather(arrays), self.groups, strict=True)
         ]
 
     def add(self, **columns: Sequence[jax.Array]) -> RolloutBatch[P]:
@@ -209,8 +190,8 @@ def pack(
             places |= {member: Place(len(batches), *where) for member, where in own.items()}
             batches.append(batch)
     ordered = [[places[p, g] for g in range(len(group.completions))] for p, group in enumerate(groups)]
-    packing = Packing(ordered, trained, shape, len(batches), sharding)
-    return RolloutBatch(groups, packing, [packing.placed(batch) for batch in batches], sizes)
+    placed = [_placed(batch, sharding) for batch in batches]
+    return RolloutBatch(groups, placed, sizes, ordered, trained, sharding)
 
 
 def rows_needed(groups: Sequence[Packable], shape: RowShape) -> int:
@@ -310,3 +291,8 @@ def _filled(
     arrays = [tokens, positions, segment_ids, predictors, targets, completion_ids, mask, experts, sampler_logprobs]
     *rows_, sampled = cast(list[jax.Array], arrays)  # on the host, until they are placed
     return Batch(Rows(*rows_), sampled), where
+
+
+def _placed(tree: Any, sharding: jax.sharding.Sharding | None) -> Any:
+    """The tree of host arrays on the devices with `sharding`; without a sharding the tree itself."""
+    return tree if sharding is None else hosts.placed(tree, sharding)

@@ -253,7 +253,7 @@ class Policy:
             learner, objective = make_learner(layout, supervised=True), Objective(supervised_loss)  # no loss is needed
             programs = learner_programs(layout, learner, objective, temperature=temperature)
             found = [programs.logprobs(self.params, batch.rows)[0] for batch in packed.batches]
-        return [own for group in packed.packing.gather(found) for own in group]
+        return [own for group in packed.gather(found) for own in group]
 
     def encode(self, prompts: Sequence[str | Messages]) -> list[np.ndarray]:
         """The token ids i32[n] of each prompt, a text or messages, inside the chat template if the tokenizer has one.

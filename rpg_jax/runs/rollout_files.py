@@ -112,7 +112,7 @@ class RolloutFiles:
             micro_batches += minibatch
         columns = [self.numbers(*self.logprobs(state.params, b.rows)[:2], b) for b in micro_batches]
         shown = shown[: self.groups]
-        numbers = batch.packing.gather(columns, shown)
+        numbers = batch.gather(columns, shown)
         if hosts.is_first():
             groups = [batch.groups[p] for p in shown]
             content = encode(step, int(state.updates), groups, numbers, self.tokenizer, self.parts)

@@ -155,7 +155,7 @@ def add_logprobs(a: Algorithm, batch: Packed, state: TrainState, *, reference: b
     present, measured = _present_pass(a, batch, state)
     drawn, compared = present, tuple(b.mask for b in batch.batches)
     if any(g.behaviour_logprobs for g in batch.groups):  # earlier weights sampled these tokens
-        stored = batch.packing.scatter([g.stored_logprobs for g in batch.groups])
+        stored = batch.scatter([g.stored_logprobs for g in batch.groups])
         drawn = tuple(jnp.where(jnp.isnan(s), x, s) for s, x in zip(stored, present, strict=True))
         if a.collector.lags:  # what is stored are the rollout's own numbers
             compared = tuple(m * jnp.isnan(s) for m, s in zip(compared, stored, strict=True))
@@ -178,7 +178,7 @@ def _reference_pass(
     A reference that is not the present policy chooses its own experts: the recorded experts are the policy's.
     """
     if a.reference.scores is not None:
-        return tuple(batch.packing.scatter(a.reference.scores(batch.groups)))
+        return tuple(batch.scatter(a.reference.scores(batch.groups)))
     coincides = a.reference.coincides()
     if coincides and present is not None:
         return present
@@ -206,9 +206,9 @@ def add_advantages(a: Algorithm, batch: Packed, state: TrainState) -> Packed:
     """
     if a.advantages is not None:
         columns = a.advantages(batch)
-        return batch.add(**{name: batch.packing.scatter(values) for name, values in columns.items()})
+        return batch.add(**{name: batch.scatter(values) for name, values in columns.items()})
     assert a.programs.baseline is not None and a.token_rewards is not None, "without advantages there is a critic"
-    batch = batch.add(rewards=batch.packing.scatter(a.token_rewards(batch.groups)))
+    batch = batch.add(rewards=batch.scatter(a.token_rewards(batch.groups)))
     advantages, returns, values = zip(*(a.programs.baseline(state.weights, b) for b in batch.batches), strict=True)
     return batch.add(advantages=advantages, returns=returns, values=values)
 
@@ -218,7 +218,7 @@ def with_behaviour_logprobs(a: Algorithm, groups: Sequence[Group], state: TrainS
     if not groups:
         return []
     batch = a.pack(groups)
-    known = batch.packing.gather([a.logprobs(state.params, b.rows)[0] for b in batch.batches])
+    known = batch.gather([a.logprobs(state.params, b.rows)[0] for b in batch.batches])
     return [dataclasses.replace(g, behaviour_logprobs=x) for g, x in zip(groups, known, strict=True)]
 
 

@@ -109,7 +109,7 @@ def completion_advantages(
     """Advantages f32[P, G] of the rewards of P groups of G completions, by the name `advantage` of `ADVANTAGES`.
     Completions that training does not use have 0. `part_weights` weigh the parts of the reward."""
     rewards = np.stack([g.rewards for g in batch.groups])
-    trained = np.array(batch.packing.trained, np.int32)
+    trained = np.array(batch.trained, np.int32)
     known = [g.parts for g in batch.groups if g.parts is not None]
     of_parts: dict[str, Any] = {"parts": np.stack(known) if known else None, "part_weights": part_weights}
     return np.asarray(losses.advantages(advantage, rewards, lengths=trained, counted=counted_of(batch), **of_parts))

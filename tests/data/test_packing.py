@@ -52,7 +52,7 @@ def test_a_row_is_prompt_then_completion_then_padding():
     assert rows.completion_ids.tolist() == [[1, 1, 1, 0]]
     assert rows.mask.tolist() == [[1, 1, 1, 0]]
     np.testing.assert_array_equal(packed.batches[0].sampler_logprobs, np.float32([[-0.3, -0.4, -0.1, 0]]))
-    assert packed.packing.scatter([[0.5]])[0].tolist() == [[0.5, 0.5, 0.5, 0]]
+    assert packed.scatter([[0.5]])[0].tolist() == [[0.5, 0.5, 0.5, 0]]
 
 
 def test_completions_of_a_prompt_share_its_tokens():
@@ -89,21 +89,21 @@ def test_tokens_that_an_environment_wrote_are_read_and_not_trained(packed):
     shape = RowShape(1, 9, 7, packed) if packed else RowShape(2, 5, 4)
     made = pack(groups, shape)
     without = pack([group([7], [3, 5, 6, 4], completion([2, 8, 2], "length"))], shape)
-    assert made.packing.trained == [[2, 2]]
+    assert made.trained == [[2, 2]]
     for batch, plain in zip(made.batches, without.batches, strict=True):
         assert batch.rows.mask.tolist() == (plain.rows.mask * ~np.isin(plain.rows.targets, [5, 6, 8])).tolist()
         for name in ("tokens", "positions", "segment_ids", "predictors", "targets", "completion_ids"):
             np.testing.assert_array_equal(getattr(batch.rows, name), getattr(plain.rows, name), err_msg=name)
     cut = pack(groups, shape, mask_truncated=True)
-    assert cut.packing.trained == [[2, 0]] and sum(b.rows.mask.sum() for b in cut.batches) == 2
+    assert cut.trained == [[2, 0]] and sum(b.rows.mask.sum() for b in cut.batches) == 2
     out_of_turns = [dataclasses.replace(c, finish_reason="turns") for c in groups[0].completions]
-    assert pack([group([7], *out_of_turns)], shape, mask_truncated=True).packing.trained == [[0, 0]]
+    assert pack([group([7], *out_of_turns)], shape, mask_truncated=True).trained == [[0, 0]]
 
 
 def completions_of(packed, values):
     """Each completion of all batches as (prompt and tokens, targets, positions, log-probs, values, mask), sorted."""
     found = []
-    for batch, value in zip(packed.batches, packed.packing.scatter(values), strict=True):
+    for batch, value in zip(packed.batches, packed.scatter(values), strict=True):
         r = batch.rows
         for b in range(len(r.tokens)):
             own = [*dict.fromkeys(r.segment_ids[b].tolist())]
@@ -149,8 +149,8 @@ def test_every_uth_group_makes_a_minibatch_and_every_mth_row_a_micro_batch():
 
 def test_one_number_a_token_and_groups_of_any_size():
     groups = [group([7], [1, 2], [3]), group([8, 9], [4, 5, 6])]
-    packing = pack(groups, RowShape(3, 5, 3)).packing
-    assert packing.scatter([[[1, 2], [3]], [[4, 5, 6]]])[0].tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
+    made = pack(groups, RowShape(3, 5, 3))
+    assert made.scatter([[[1, 2], [3]], [[4, 5, 6]]])[0].tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
 
 
 @settings(max_examples=25, deadline=None)
@@ -166,20 +166,20 @@ def test_gather_is_the_inverse_of_scatter(seed, rows, minibatches, kind, masked)
     made = pack(groups, RowShape(rows, 40, 40, *kind), minibatches=minibatches, mask_truncated=masked)
     values = [[np.arange(len(c.tokens)) + 10 * i + 100 * p for i, c in enumerate(g.completions)]
               for p, g in enumerate(groups)]  # fmt: skip
-    arrays = made.packing.scatter(values)
-    for wanted, found in zip(values, made.packing.gather(arrays), strict=True):
+    arrays = made.scatter(values)
+    for wanted, found in zip(values, made.gather(arrays), strict=True):
         for a, b in zip(wanted, found, strict=True):
             np.testing.assert_array_equal(a, b)
     first = made.minibatch_sizes[0]  # the groups of a mini-batch need its micro-batches only
     chosen = range(0, len(groups), minibatches)
-    for p, found in zip(chosen, made.packing.gather(arrays[:first], chosen), strict=True):
+    for p, found in zip(chosen, made.gather(arrays[:first], chosen), strict=True):
         np.testing.assert_array_equal(np.concatenate(found), np.concatenate(values[p]))
 
 
 def test_scattered_numbers_lie_at_the_tokens_of_their_completion():
     groups = random_groups()
     made = pack(groups, RowShape(2, 30, 30, packed=True), minibatches=2)
-    for array, batch in zip(made.packing.scatter([[c.tokens for c in g.completions] for g in groups]), made.batches,
+    for array, batch in zip(made.scatter([[c.tokens for c in g.completions] for g in groups]), made.batches,
                             strict=True):  # fmt: skip
         there = batch.rows.completion_ids > 0
         np.testing.assert_array_equal(array[there], batch.rows.targets[there])
@@ -190,9 +190,9 @@ def test_truncated_completions_can_be_left_out_of_the_loss():
     groups = [group([7], completion([1, 2], "length"), completion([3, 4]))]
     made = pack(groups, RowShape(2, 3, 2), mask_truncated=True)
     assert made.batches[0].mask.tolist() == [[0, 0], [1, 1]]
-    assert made.packing.trained == [[0, 2]]  # what averages over tokens counts
+    assert made.trained == [[0, 2]]  # what averages over tokens counts
     everything = pack(groups, RowShape(2, 3, 2))
-    assert everything.batches[0].mask.all() and everything.packing.trained == [[2, 2]]
+    assert everything.batches[0].mask.all() and everything.trained == [[2, 2]]
 
 
 def test_rows_beyond_the_completions_are_empty_and_all_arrays_are_32_bits():

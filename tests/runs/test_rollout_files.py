@@ -69,7 +69,7 @@ def rollout_batch():
     """Two mini-batches, advantages 1 and −1 in each group, behaviour log-probs of −1 and reference log-probs of −2."""
     made = data.pack(GROUPS, data.RowShape(1, 9, 9, packed=True), minibatches=2)
     ones = [jnp.ones_like(batch.mask) for batch in made.batches]
-    advantages = [jnp.asarray(x) for x in made.packing.scatter([[1, -1]] * 3)]
+    advantages = [jnp.asarray(x) for x in made.scatter([[1, -1]] * 3)]
     return made.add(advantages=advantages, behaviour_logprobs=[-x for x in ones], ref_logprobs=[-2 * x for x in ones])
 
 

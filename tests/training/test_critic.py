@@ -67,7 +67,7 @@ class Prompted(NamedTuple):
 def with_rewards(prompts, completions, rewards, shape):
     """Micro-batches of that shape, paid at the last tokens; their advantages and behaviour log-probs are 0."""
     made = data.pack([Prompted(*both) for both in zip(prompts, completions, strict=True)], shape)
-    rewards = made.packing.scatter(
+    rewards = made.scatter(
         [
             [np.append(np.zeros(len(c.tokens) - 1), reward) for c, reward in zip(*both, strict=True)]
             for both in zip(completions, rewards, strict=True)

@@ -54,7 +54,7 @@ EIGHT = group_of([1] * 7 + [0], [None] * 7 + ["timeout"])
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_of_eight_right_completions_one_that_timed_out_gives_none_an_advantage(name):
     batch = data.pack([EIGHT], data.RowShape(8, 6, 4))
-    assert not EIGHT.informative and batch.packing.trained == [[4] * 7 + [0]]
+    assert not EIGHT.informative and batch.trained == [[4] * 7 + [0]]
     parts = dataclasses.replace(EIGHT, parts=None)  # the second part is noise
     batch = dataclasses.replace(batch, groups=[parts])
     np.testing.assert_array_equal(advantages_fn(name, "ppo")(batch)["advantages"], 0)
@@ -71,7 +71,7 @@ def test_a_conversation_whose_environment_timed_out_gives_none_an_advantage(cred
     batch = data.pack([group], data.RowShape(4, 6, 4))
     found = advantages_fn("leave_one_out", "ppo", credit=credit, environment_weight=1.0)(batch)["advantages"]
     assert not np.concatenate([np.ravel(x) for x in found[0]]).any()
-    assert batch.packing.trained == [[3, 3, 3, 0]] and not group.informative
+    assert batch.trained == [[3, 3, 3, 0]] and not group.informative
 
 
 FAILED = [[1, 4], [0, 3], [2, 3], [0, 1, 2, 3]]  # of each group; of the last a single one is left
@@ -90,10 +90,10 @@ def batches(aggregate, loss, advantage, options, shape):
 
     def of(chosen, columns):
         batch = data.pack(chosen, shape)
-        old, ref, new = (batch.packing.scatter(x) for x in columns)
+        old, ref, new = (batch.scatter(x) for x in columns)
         batch = batch.add(behaviour_logprobs=old, ref_logprobs=ref)
         given = advantages_fn(advantage, loss, [1.0, 0.5], **options)(batch)["advantages"]
-        batch = batch.add(advantages=batch.packing.scatter(given))
+        batch = batch.add(advantages=batch.scatter(given))
         hyper = {"aggregate": aggregate, **length, **options}
         sums, gradients = np.zeros(2), []
         for x, b in zip(new, batch.batches, strict=True):
@@ -105,7 +105,7 @@ def batches(aggregate, loss, advantage, options, shape):
             (value, weight), gradient = jax.value_and_grad(total, has_aux=True)(x)
             sums += [value, weight]
             gradients.append(gradient)
-        return sums, batch.packing.gather(gradients), given
+        return sums, batch.gather(gradients), given
 
     left = [(p, without_the_failed(g)) for p, g in enumerate(groups)]
     kept = [

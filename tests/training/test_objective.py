@@ -30,7 +30,7 @@ def packed_batch(rows, rng):
         groups.append(data.Group(data.Problem(0, "?", "!", ""), np.array([3]), completions, [], rewards, rewards))
     batch = data.pack(groups, data.RowShape(rows, 8, 6))
     columns = [[[rng.normal(size=n).astype(np.float32) for n in own] for own in LENGTHS] for _ in range(3)]
-    old, ref, new = (batch.packing.scatter(x) for x in columns)
+    old, ref, new = (batch.scatter(x) for x in columns)
     return batch.add(behaviour_logprobs=old, ref_logprobs=ref), new
 
 
@@ -39,7 +39,7 @@ def test_the_advantages_of_split_groups_hold_the_baseline_of_whole_groups(rows):
     """A gradient by `group_ids` over all completions at once is that of the micro-batches with these advantages."""
     batch, new = packed_batch(rows, np.random.default_rng(5))
     given = advantages_fn("leave_one_out", "rpg", **OPTIONS)(batch)["advantages"]
-    batch = batch.add(advantages=batch.packing.scatter(given))
+    batch = batch.add(advantages=batch.scatter(given))
 
     @jax.jit
     def gradient(logprobs, **inputs):
@@ -47,10 +47,10 @@ def test_the_advantages_of_split_groups_hold_the_baseline_of_whole_groups(rows):
 
     parts = [gradient(x, **b.loss_inputs) for x, b in zip(new, batch.batches, strict=True)]
     rewards = losses.advantages("leave_one_out", np.stack([g.rewards for g in batch.groups]))
-    plain = batch.add(advantages=batch.packing.scatter(np.asarray(rewards)))
+    plain = batch.add(advantages=batch.scatter(np.asarray(rewards)))
     known = [name for name, column in plain.batches[0].loss_inputs.items() if column is not None]
     whole = {name: np.concatenate([b.loss_inputs[name] for b in plain.batches]) for name in known}
-    places = {(m * rows + row): p for p, own in enumerate(batch.packing.places) for m, row, _, _ in own}
+    places = {(m * rows + row): p for p, own in enumerate(batch.places) for m, row, _, _ in own}
     group_ids = np.array([places[row] for row in range(6)])
     at_once = gradient(np.concatenate(new), group_ids=group_ids, **whole)
     # Sums of f32 in another order.
@@ -77,7 +77,7 @@ def a_batch(rng, level):
     """The packed batch with the columns of its loss, and log π_θ of its micro-batches."""
     batch, new = packed_batch(2, rng)
     columns = advantages_fn("leave_one_out", "rpg", **OPTIONS | {"level": level})(batch)
-    return batch.add(**{name: batch.packing.scatter(values) for name, values in columns.items()}), new
+    return batch.add(**{name: batch.scatter(values) for name, values in columns.items()}), new
 
 
 @pytest.mark.parametrize("level", ("token", "sequence", "to_go"))
@@ -87,7 +87,7 @@ def test_the_kl_share_is_that_of_the_gradient_with_and_without_the_kl_whatever_t
     options = OPTIONS | {"level": level}
     loss, squares = policy_loss_fn("rpg", **options), []
     rewards = losses.advantages("leave_one_out", np.stack([g.rewards for g in batch.groups]))
-    plain = batch.add(advantages=batch.packing.scatter(np.asarray(rewards)))
+    plain = batch.add(advantages=batch.scatter(np.asarray(rewards)))
     for x, with_kl, without in zip(new, batch.batches, plain.batches, strict=True):
         whole, rest = (
             jax.grad(lambda x, b=b, beta=beta: policy_loss_fn("rpg", **options | {"kl_coef": beta})(x, b)[0])(x)

@@ -124,7 +124,7 @@ def test_where_the_last_turn_alone_pays_a_turn_has_the_advantage_of_its_completi
     batch = data.pack(groups, data.RowShape(12, 9, 8))
     turns = advantages_fn(advantage, "ppo", credit="turn", environment_weight=0.7)(batch)["advantages"]
     whole = advantages_fn(advantage, "ppo")(batch)["advantages"]
-    for a, b in zip(batch.packing.scatter(turns), batch.packing.scatter(whole), strict=True):
+    for a, b in zip(batch.scatter(turns), batch.scatter(whole), strict=True):
         np.testing.assert_array_equal(a, b)
 
 

@@ -71,7 +71,7 @@ def test_completions_that_share_a_prompt_have_the_logprobs_and_the_gradients_of_
 
     def found(shape):
         batch = pack(groups, shape)
-        scattered = batch.packing.scatter(weights)
+        scattered = batch.scatter(weights)
 
         def logprobs(params):
             return [policy_logprobs(graphdef, params, b.rows, temperature=0.7)[0] for b in batch.batches]
@@ -80,7 +80,7 @@ def test_completions_that_share_a_prompt_have_the_logprobs_and_the_gradients_of_
             own = zip(logprobs(params), scattered, batch.batches, strict=True)
             return sum(jnp.sum(jnp.where(b.mask > 0, w * x, 0)) for x, w, b in own)
 
-        values = batch.packing.gather([np.asarray(x) for x in logprobs(params)])
+        values = batch.gather([np.asarray(x) for x in logprobs(params)])
         tokens = sum(int((b.rows.segment_ids > 0).sum()) for b in batch.batches)
         return np.concatenate([x for own in values for x in own]), jax.grad(loss)(params), tokens
 

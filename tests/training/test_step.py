@@ -58,7 +58,7 @@ def make_rollout_batch(seed=0, packed=False, rows=ROWS):
     logprobs = [np.float32(-2.5) + np.float32(0.3) * np.sin(x, dtype=np.float32) for x in targets]
     anchors = [p - np.float32(0.1) * np.cos(x, dtype=np.float32) for p, x in zip(logprobs, targets, strict=True)]
     columns = {"behaviour_logprobs": logprobs, "ref_logprobs": anchors}
-    return made.add(advantages=made.packing.scatter(advantages), **columns)
+    return made.add(advantages=made.scatter(advantages), **columns)
 
 
 def make_batch(seed=0):
