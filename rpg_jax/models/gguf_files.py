@@ -54,15 +54,13 @@ def kept_folder(file: Path, *, weights: bool = True) -> Path:
     return target
 
 
-def convert(file: Path, folder: Path, *, weights: bool = True, report: Callable[[int, int], None] | None = None) -> int:
+def convert(file: Path, folder: Path, *, weights: bool = True) -> int:
     """Writes the model of a GGUF file into a folder that transformers loads too; returns the bytes of the weights.
 
     The package gguf dequantises the numbers to float32. Host memory holds one file of 1 GiB at a time, or one matrix if
     the matrix is larger. config.json is written last.
 
-    Args:
-      weights: False writes config and tokenizer alone, and returns 0.
-      report: called after each tensor with the bytes of weights so far, and the bytes of all weights; None: not called.
+    `weights` False writes config and tokenizer alone, and returns 0.
 
     Raises ValueError if the package gguf is not installed, or if the file is damaged or has something that is not
     computed here; the message names it. Raises OSError if the file cannot be opened.
@@ -81,7 +79,7 @@ def convert(file: Path, folder: Path, *, weights: bool = True, report: Callable[
     folder.mkdir(parents=True, exist_ok=True)
     size = 0
     if weights:
-        size = _write_weights(file, folder, config, fields["model_type"], needed, report)
+        size = _write_weights(file, folder, config, fields["model_type"], needed)
     for name, content in (described | {"config.json": json.dumps(fields, indent=2) + "\n"}).items():
         write_atomically(folder / name, content)
     return size
@@ -170,28 +168,18 @@ def _needed(config: DecoderConfig, family: str, tensors: Mapping[str, Any]) -> d
     return {name: tensors[own] for name, own in named.items()}
 
 
-def _write_weights(
-    file: Path,
-    folder: Path,
-    config: DecoderConfig,
-    family: str,
-    needed: Mapping[str, Any],
-    report: Callable[[int, int], None] | None,
-) -> int:
+def _write_weights(file: Path, folder: Path, config: DecoderConfig, family: str, needed: Mapping[str, Any]) -> int:
     """Writes safetensors, and an index where there are several files. Returns the bytes of all numbers."""
     sizes = {name: 4 * int(np.prod(tensor.shape)) for name, tensor in needed.items()}
     parts = list(in_files(sizes, lambda name: sizes[name], _FILE_BYTES))
     files = dict(zip(file_names(len(parts)), parts, strict=True))
-    written, total = 0, sum(sizes.values())
+    total = sum(sizes.values())
     for last, names in files.items():
         held = {}
         for name in names:
             held[name] = _dequantised(file, needed[name])
             if family == "llama" and (which := re.search(r"\.([qk])_proj\.weight", name)):
                 held[name] = unpermuted(held[name], config.num_heads if which[1] == "q" else config.num_kv_heads)
-            written += sizes[name]
-            if report:
-                report(written, total)
         save_file(held, folder / f".{last}.partial", {"format": "pt"})
         (folder / f".{last}.partial").replace(folder / last)
     write_index(folder, {name: last for last, names in files.items() for name in names}, total)
