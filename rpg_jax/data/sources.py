@@ -2,7 +2,6 @@
 
 import codecs
 import dataclasses
-import difflib
 import json
 import os
 import re
@@ -26,6 +25,7 @@ from rpg_jax.data.rows import (
     read_row,
     whole_number_shape,
 )
+from rpg_jax.losses.declaration import unknown
 
 _SHOWN = 5
 
@@ -142,11 +142,7 @@ def open_source(name: str, *, count: int, seed: int) -> tuple[Reading, Rows]:
     if name in HUB or name.startswith("hf:"):
         data = HUB[name] if name in HUB else _named_on_hub(name)
         return data.reading, _hub(data)
-    near = difflib.get_close_matches(name, HUB, 1)
-    raise ValueError(
-        f"no file or folder {name!r}, and no data set of that name{f' (did you mean {near[0]!r}?)' if near else ''}; "
-        f"known: {', '.join(HUB)}, hf:owner/name/config/split, reasoning_gym:task"
-    )
+    raise unknown("file, folder or data set", name, [*HUB, "hf:owner/name/config/split", "reasoning_gym:task"])
 
 
 def file_rows(path: Path) -> list[Any]:
@@ -257,8 +253,7 @@ def _reasoning_gym(task: str, count: int, seed: int) -> Rows:
     except ImportError as error:
         raise ValueError("reasoning_gym:… needs `pip install reasoning-gym`, which is not installed") from error
     if task not in DATASETS:
-        near = difflib.get_close_matches(task, DATASETS, 3)
-        raise ValueError(f"reasoning-gym has no task {task!r}; near: {near}; all: {', '.join(sorted(DATASETS))}")
+        raise unknown("task of reasoning-gym", task, sorted(DATASETS))
     for number, entry in enumerate(reasoning_gym.create_dataset(task, size=count, seed=seed)):
         row = {"question": entry["question"], "answer": entry["answer"]}
         if task == "countdown":

@@ -14,6 +14,13 @@ FAMILIES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "llama": "LlamaForCausalLM",
 }
+_FAMILY_WITH = {
+    (True, False, False): "qwen2",
+    (False, True, False): "qwen3",
+    (False, True, True): "qwen3_moe",
+    (False, False, False): "llama",
+}
+"""The family of a model by whether it has biases on q, k and v; norms on q and k; experts."""
 _EXTENSIONS: dict[str, type[Yarn] | type[Llama3]] = {"yarn": Yarn, "llama3": Llama3}
 _LLAMA_THETA = 1e4  # theta of Llama 2, whose older folders do not name theta
 
@@ -87,7 +94,13 @@ def write_config(config: DecoderConfig, dtype: str, base: Mapping[str, Any] | No
     Raises ValueError if no family of `FAMILIES` has these biases, norms, experts and sizes.
     """
     experts = config.experts
-    model_type = _model_type(config)
+    has = config.qkv_bias, config.qk_norm, experts is not None
+    if has not in _FAMILY_WITH:
+        raise ValueError(
+            "transformers has no such model: biases on q, k and v (Qwen2), norms on q and k (Qwen3, Qwen3-MoE with "
+            f"experts) or neither (Llama), got qkv_bias={has[0]}, qk_norm={has[1]}, experts={has[2]}"
+        )
+    model_type = _FAMILY_WITH[has]
     if model_type == "qwen2" and config.head_dim * config.num_heads != config.embed_dim:
         raise ValueError(f"a Qwen2 has head_dim = embed_dim / num_heads, got {config}")
     if model_type == "llama" and config.embed_dim % config.num_heads:
@@ -126,23 +139,6 @@ def write_config(config: DecoderConfig, dtype: str, base: Mapping[str, Any] | No
             "mlp_only_layers": [],
         }
     return fields
-
-
-def _model_type(config: DecoderConfig) -> str:
-    """The model's family, a key of `FAMILIES`. Raises ValueError if no family has these biases, norms and experts."""
-    if config.experts and not (config.qk_norm and not config.qkv_bias):
-        raise ValueError(
-            "transformers has no such model: with experts it is a Qwen3-MoE, with norms on q and k and no biases, got "
-            f"qkv_bias={config.qkv_bias}, qk_norm={config.qk_norm}"
-        )
-    if config.qkv_bias and config.qk_norm:
-        raise ValueError(
-            "a model in Hugging Face layout has biases on q, k and v (Qwen2), norms on q and k (Qwen3) or neither "
-            "(Llama), got both"
-        )
-    if config.qk_norm:
-        return "qwen3_moe" if config.experts else "qwen3"
-    return "qwen2" if config.qkv_bias else "llama"
 
 
 def _written_scaling(rope: Rope) -> dict[str, Any] | None:

@@ -5,13 +5,13 @@ table. Instruct models have the shapes of their base model; some have another no
 """
 
 import dataclasses
-import difflib
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 
 import jax
 
+from rpg_jax.losses.declaration import unknown
 from rpg_jax.models.config import DecoderConfig, Experts, Llama3, Rope
 from rpg_jax.models.decoder import abstract
 
@@ -126,9 +126,7 @@ def size(name: str) -> DecoderConfig:
     there is no such size; the message names the nearest."""
     known = {key.lower(): config for key, config in SIZES.items()}
     if name.lower() not in known:
-        near = difflib.get_close_matches(name.lower(), known, n=3)
-        hint = f"did you mean {', '.join(near)}? " if near else ""
-        raise ValueError(f"no published size {name!r}; {hint}The sizes are {', '.join(SIZES)}")
+        raise unknown("published size", name, SIZES)
     return known[name.lower()]
 
 

@@ -129,7 +129,7 @@ def test_fewer_examples_than_none_are_refused(files, capsys):
 
 def test_a_missing_file_is_one_line(files, capsys):
     assert run("inspect", files / "nowhere.jsonl") == 2
-    assert capsys.readouterr().err.startswith("error: no file or folder")
+    assert capsys.readouterr().err.startswith("error: unknown file, folder or data set")
 
 
 def test_samples_are_not_lost_by_preparing_twice(tmp_path):

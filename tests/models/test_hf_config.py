@@ -119,7 +119,7 @@ def test_a_model_that_transformers_does_not_have_is_not_written():
     for name in ("Qwen2-7B", "SmolLM2-135M"):
         with pytest.raises(ValueError, match="transformers has no such model"):
             models.write_config(dataclasses.replace(models.size(name), experts=experts), "float32")
-    with pytest.raises(ValueError, match="biases on q, k and v .* or neither .*got both"):
+    with pytest.raises(ValueError, match="biases on q, k and v .* or neither .*got qkv_bias=True, qk_norm=True"):
         models.write_config(dataclasses.replace(models.size("Qwen3-8B"), qkv_bias=True), "float32")
     with pytest.raises(ValueError, match="num_heads divides embed_dim"):
         models.write_config(dataclasses.replace(models.size("SmolLM2-135M"), embed_dim=580), "float32")
