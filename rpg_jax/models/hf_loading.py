@@ -26,7 +26,6 @@ from rpg_jax.storage.files import read_object
 
 _DTYPES = {name: np.dtype(dtype) for dtype, name in DTYPES.items()}
 _READERS = 16  # threads
-_ROWS = 4096  # rows compared at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +99,8 @@ def load(
 ) -> Params:
     """Loads the parameters of `config` from a folder of safetensors; each device reads its own shard only.
 
-    Host memory holds one shard of one (stacked) parameter at a time. Floats are cast to `param_dtype` as they are read.
-    `shardings` is a tree like the params; None puts everything on the first local device.
+    Host memory holds this host's shards of one (stacked) parameter at a time. Floats are cast to `param_dtype` as they
+    are read. `shardings` is a tree like the params; None puts everything on the first local device.
 
     Raises:
       ValueError: a file is missing or damaged; or tensors are missing, extra, of another shape or not finite, or a tied
@@ -194,22 +193,13 @@ def _check_tensors(files: Folder, stored: list[Stored], *, head_is_tied: bool = 
     """Raises ValueError unless a folder has the tensors of `stored` alone. A tied model may have an equal head, too."""
     found = files.shapes()
     needed = {name: entry.tensor_shape for entry in stored for _, name in entry.tensors()}
-    if head_is_tied and "lm_head.weight" in found:
-        _check_tied(files, found)
-        del found["lm_head.weight"]
+    head, embed, whole = "lm_head.weight", "model.embed_tokens.weight", (slice(None), slice(None))
+    if head_is_tied and head in found:
+        if found[head] != found.get(embed) or not np.array_equal(files.fetch(head, whole), files.fetch(embed, whole)):
+            raise ValueError(f"config.json of {files.path} ties the embeddings, but {head} differs from {embed}")
+        del found[head]
     if told := mismatch(found, needed):
         raise ValueError(f"the tensors of {files.path} do not match its config: {told}")
-
-
-def _check_tied(files: Folder, found: dict[str, tuple[int, ...]]) -> None:
-    """Refuses a stored head that differs from the embedding; a tied model may store an equal head."""
-    head, embed = "lm_head.weight", "model.embed_tokens.weight"
-    same = found[head] == found.get(embed)
-    for start in range(0, found[head][0] if same else 0, _ROWS):
-        rows = (slice(start, min(start + _ROWS, found[head][0])), slice(None))
-        same = same and np.array_equal(files.fetch(head, rows), files.fetch(embed, rows))
-    if not same:
-        raise ValueError(f"config.json of {files.path} ties the embeddings, but {head} differs from {embed}")
 
 
 def place_all(
@@ -222,20 +212,12 @@ def place_all(
     _check_tensors(files, stored, head_is_tied=head_is_tied)
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     where = flatten_dict(shardings) if shardings is not None else {entry.path: default for entry in stored}
-    return {e.path: _placed(e, where[e.path], jnp.dtype(dtype), files) for e in stored}
-
-
-def _placed(entry: Stored, sharding: jax.sharding.Sharding, dtype, files: Folder) -> jax.Array:
-    """The parameter under `sharding`; each distinct shard is read once and dropped before the next."""
-    devices: dict[tuple, list[jax.Device]] = {}
-    for device, index in sharding.addressable_devices_indices_map(entry.shape).items():
-        spans = tuple(s.indices(size) for s, size in zip(index or (), entry.shape, strict=True))
-        devices.setdefault(spans, []).append(device)
-    shards = []
-    for spans, owners in devices.items():
-        block = entry.read(tuple(slice(*span) for span in spans), dtype, files.fetch)
-        shards += jax.block_until_ready([jax.device_put(block, device) for device in owners])
-    return jax.make_array_from_single_device_arrays(entry.shape, sharding, shards)
+    found = {}
+    for entry in stored:
+        read = functools.partial(entry.read, dtype=jnp.dtype(dtype), fetch=files.fetch)
+        placed = jax.make_array_from_callback(entry.shape, where[entry.path], read, jnp.dtype(dtype))
+        found[entry.path] = jax.block_until_ready(placed)
+    return found
 
 
 _DESCRIPTION = ("*.json", "*.jinja", "*.txt", "*.model")  # config, tokenizer, chat template
