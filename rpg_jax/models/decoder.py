@@ -92,7 +92,7 @@ class Decoder(nnx.Module):
         the k experts of every token in every layer, [B, T, L, k] in `Experts.dtype`, or None in a dense model."""
         axes = ("batch", "length")
         hidden, _, used = self._forward(tokens, positions, segment_ids, axes, experts, keep_experts=True)
-        return hidden, None if used is None else self._numbered(jnp.moveaxis(used, 0, 2))
+        return hidden, None if used is None else self._numbered(used)
 
     def prefill(
         self, tokens: jax.Array, lengths: jax.Array, *, keep_experts: bool = False
@@ -106,7 +106,7 @@ class Decoder(nnx.Module):
         hidden, (k, v), experts = self._forward(tokens, positions, segment_ids, (None, None), **how)
         last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
         cache = KVCache(k.transpose(0, 1, 3, 4, 2), v.transpose(0, 1, 3, 2, 4), lengths.astype(jnp.int32))
-        return last, cache, None if experts is None else self._numbered(jnp.moveaxis(experts, 0, 2))
+        return last, cache, None if experts is None else self._numbered(experts)
 
     def extend(
         self, tokens: jax.Array, lengths: jax.Array, cache: KVCache, slots: jax.Array, starts: jax.Array
@@ -120,19 +120,8 @@ class Decoder(nnx.Module):
           cache: a stacked cache. Its `lengths` are not read and stay.
           slots, starts: i32[P], the slot of each row, and its tokens so far.
         """
-        axes = (None, None)
-        table = rope_tables(self.config, starts[:, None] + jnp.arange(tokens.shape[1]))
-        graphdef, weights = nnx.split(self.layers)
-        over_cache = extend_attention(cache, slots, starts)
-
-        def layer(x, inputs):
-            weights, index = inputs
-            x, k, v, _ = nnx.merge(graphdef, weights)(x, table, lambda q, k, v: over_cache(q, k, v, index), axes)
-            return x, (k, v)
-
-        inputs = (weights, jnp.arange(self.config.num_layers))
-        x, (k, v) = jax.lax.scan(layer, self._embed(tokens, axes), inputs)
-        last = jnp.take_along_axis(self._final(x), jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+        x, k, v, _ = self._over_cache(tokens, starts, extend_attention(cache, slots, starts), (None, None))
+        last = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
         chunk = KVCache(k.transpose(0, 1, 3, 4, 2), v.transpose(0, 1, 3, 2, 4), lengths)
         return last, cache.extend(chunk, slots, starts)
 
@@ -162,33 +151,37 @@ class Decoder(nnx.Module):
             raise ValueError(f"attend_length {limit} must be in 1..{cache.capacity}, the cache's capacity")
         if layers is not None:
             x, cache, experts = self._decode_unrolled(tokens, layers, cache, limit, active)
-            return x, cache, self._numbered(jnp.concatenate(experts, 1)) if self.config.experts else None
-        axes = ("slots", None)
-        table = rope_tables(self.config, cache.lengths[:, None])
+        else:
+            ragged = self.decode_attention == "ragged"
+            attend_slot = decode_attention(cache, attend_length=limit, ragged=ragged)
+
+            def attend(q, k, v, layer):
+                return attend_slot(q[:, 0], k[:, 0], v[:, 0], layer)[:, None]
+
+            x, k, v, experts = self._over_cache(tokens[:, None], cache.lengths, attend, ("slots", None))
+            cache = cache.append(k[:, :, 0], v[:, :, 0], active=active, ragged=ragged)
+        return x[:, 0], cache, None if experts is None else self._numbered(experts)[:, 0]
+
+    def _over_cache(self, tokens: jax.Array, starts: jax.Array, attend: Callable, axes):
+        """Hidden states [B, T, D], k and v [L, B, T, K, H], and experts i32[L, B, T, k] or None, of new tokens
+        i32[B, T], which follow the `starts` i32[B] tokens of a cache. `attend` is a function of (q, k, v, layer)."""
+        table = rope_tables(self.config, starts[:, None] + jnp.arange(tokens.shape[1]))
         graphdef, weights = nnx.split(self.layers)
-        ragged = self.decode_attention == "ragged"
-        over_cache = decode_attention(cache, attend_length=limit, ragged=ragged)
 
         def layer(x, inputs):
             weights, index = inputs
-
-            def attend(q, k, v):
-                return over_cache(q[:, 0], k[:, 0], v[:, 0], index)[:, None]
-
-            x, k, v, experts = nnx.merge(graphdef, weights)(x, table, attend, axes)
-            return x, (k[:, 0], v[:, 0], experts)
+            x, *kept = nnx.merge(graphdef, weights)(x, table, lambda q, k, v: attend(q, k, v, index), axes)
+            return x, kept
 
         # The cache is only read inside the scan; carrying it would copy it at every layer.
-        inputs = (weights, jnp.arange(self.config.num_layers))
-        x, (k, v, experts) = jax.lax.scan(layer, self._embed(tokens[:, None], axes), inputs)
-        cache = cache.append(k, v, active=active, ragged=ragged)
-        return self._final(x)[:, 0], cache, None if experts is None else self._numbered(experts[:, :, 0].swapaxes(0, 1))
+        x, kept = jax.lax.scan(layer, self._embed(tokens, axes), (weights, jnp.arange(self.config.num_layers)))
+        return self._final(x), *kept
 
     def _decode_unrolled(
         self, tokens: jax.Array, layers: Sequence[Params], cache: KVCache, limit: int, active: jax.Array | None
-    ) -> tuple[jax.Array, KVCache, list[Any]]:
-        """`decode` with an unstacked cache, and each layer's experts [S, 1, k]. Each layer's cache is written before it
-        is read: XLA would copy it otherwise."""
+    ) -> tuple[jax.Array, KVCache, jax.Array | None]:
+        """`decode` with an unstacked cache: hidden states [S, 1, D], the cache, and experts i32[L, S, 1, k] or None.
+        Each layer's cache is written before it is read: XLA would copy it otherwise."""
         axes, table = ("slots", None), rope_tables(self.config, cache.lengths[:, None])
         graphdef, held, chosen = nnx.graphdef(self.layers), [], []
         x = self._embed(tokens[:, None], axes)
@@ -202,7 +195,8 @@ class Decoder(nnx.Module):
             x, *_, experts = nnx.merge(graphdef, weights)(x, table, attend, axes)
             chosen.append(experts)
         keys, values = zip(*held, strict=True)
-        return self._final(x)[:, 0], replace(cache, keys=keys, values=values, lengths=cache.lengths + 1), chosen
+        cache = replace(cache, keys=keys, values=values, lengths=cache.lengths + 1)
+        return self._final(x), cache, jnp.stack(chosen) if self.config.experts else None
 
     def decodes_unrolled(self, *, int8_kv: bool) -> bool:
         """Whether a loop over tokens is faster with `unstacked_layers` and an unstacked cache: on CPUs, for at most 8
@@ -243,9 +237,9 @@ class Decoder(nnx.Module):
         return rms_norm(x, self.final_norm[...], self.config.rms_norm_eps)
 
     def _numbered(self, experts: jax.Array) -> jax.Array:
-        """Numbers of experts in the smallest unsigned integers that have them."""
+        """Numbers of experts i32[L, B, T, k] as [B, T, L, k], in the smallest unsigned integers that have them."""
         assert self.config.experts is not None
-        return experts.astype(self.config.experts.dtype)
+        return jnp.moveaxis(experts, 0, 2).astype(self.config.experts.dtype)
 
     def _forward(
         self, tokens, positions, segment_ids, axes, experts=None, *, keep_kv: bool = False, keep_experts: bool = False
