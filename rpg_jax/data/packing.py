@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
+from rpg_jax.data.groups import Group
 from rpg_jax.parallel import hosts
 from rpg_jax.types import BRANCH, Batch, Completion, Rows
 
@@ -40,17 +41,6 @@ class RowShape(NamedTuple):
     shared: bool = False
 
 
-class Packable(Protocol):
-    """A prompt, i32[n], and its G completions. The update trains on those where `counted`, bool[G], is True."""
-
-    @property
-    def prompt(self) -> np.ndarray: ...
-    @property
-    def completions(self) -> Sequence[Completion]: ...
-    @property
-    def counted(self) -> Sequence[bool] | np.ndarray: ...
-
-
 class Example(NamedTuple):
     """A prompt, i32[n], with completions that all count: to imitate, or to score."""
 
@@ -63,7 +53,9 @@ class Example(NamedTuple):
         return [True] * len(self.completions)
 
 
-P = TypeVar("P", bound=Packable)
+Packable = Group | Example
+"""A prompt with its completions. The update trains on the completions that are `counted`."""
+P = TypeVar("P", Group, Example)
 
 
 class Place(NamedTuple):
