@@ -206,21 +206,18 @@ class Chains:
 
     def _chains(self, name: str, random: np.random.Generator) -> Iterator[str]:
         """Endless prompts with the lengths of the set `name`."""
-        lengths = (self.links[1] + 1, self.links[1] + 2) if name == "harder" else self.links
+        fewest, most = (self.links[1] + 1, self.links[1] + 2) if name == "harder" else self.links
         while True:
-            yield self._chain(random, *lengths)
+            links, first = int(random.integers(fewest, most + 1)), int(random.integers(len(_LETTERS)))
+            letters = [_LETTERS[(first + i) % len(_LETTERS)] for i in range(links)]
+            operators = [self.operators[i] for i in random.integers(len(self.operators), size=links)]
+            digits = random.integers(MODULUS, size=links + 1)
+            operations = zip(letters, operators, digits[1:], strict=True)
+            yield "".join(f"{letter}{operator}{digit}" for letter, operator, digit in operations) + f":{digits[0]}"
 
     def _belongs(self, prompt: str, name: str) -> bool:
         held_out = zlib.crc32(f"{self.seed} {prompt}".encode()) < self.held_out * 2**32
         return name == "old skill" or held_out == (name != "train")
-
-    def _chain(self, random: np.random.Generator, fewest: int, most: int) -> str:
-        links, first = int(random.integers(fewest, most + 1)), int(random.integers(len(_LETTERS)))
-        letters = [_LETTERS[(first + i) % len(_LETTERS)] for i in range(links)]
-        operators = [self.operators[i] for i in random.integers(len(self.operators), size=links)]
-        digits = random.integers(MODULUS, size=links + 1)
-        operations = zip(letters, operators, digits[1:], strict=True)
-        return "".join(f"{letter}{operator}{digit}" for letter, operator, digit in operations) + f":{digits[0]}"
 
     def _demonstration(self, prompt: str, random: np.random.Generator) -> str:
         if prompt.startswith(OLD):
