@@ -112,25 +112,17 @@ class SharedCounter:
     """A counter of the whole run: each `draw`, by any thread of any process, returns another number of 0, 1, 2, …
 
     All processes make a counter together, in the order of their collectives, but making a counter waits for nobody. The
-    coordination service stores the number. Process 0 deletes the stored number when the next counter is made. By then,
-    all processes must have called another collective after their last draw.
+    coordination service stores the number, a few bytes, to the end of the run.
     """
 
     def __init__(self):
         self._key, self._alone = f"rpg_jax/{next(_calls)}/drawn", itertools.count()
-        if is_first() and _drawn:
-            _service().key_value_delete(_drawn.pop())
-        if is_first() and jax.process_count() > 1:
-            _drawn.append(self._key)
 
     def draw(self) -> int:
         """The lowest number, from 0 on, that nobody has drawn from this counter yet. It waits for no process."""
         if jax.process_count() == 1:
             return next(self._alone)
         return _service().key_value_increment(self._key, 1) - 1
-
-
-_drawn: list[str] = []  # the key of the last counter
 
 
 def pmax(value: int) -> int:
