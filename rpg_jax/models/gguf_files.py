@@ -1,6 +1,5 @@
 """GGUF files, the format of llama.cpp, as folders in Hugging Face layout: weights, config, tokenizer, chat template."""
 
-import dataclasses
 import fcntl
 import functools
 import hashlib
@@ -16,8 +15,8 @@ import tokenizers
 from safetensors.numpy import save_file
 from tokenizers import normalizers, pre_tokenizers, processors
 
-from rpg_jax.models.config import DecoderConfig, Llama3
-from rpg_jax.models.hf_config import FAMILIES, parse_config
+from rpg_jax.models.config import DecoderConfig, Llama3, Rope
+from rpg_jax.models.hf_config import write_config
 from rpg_jax.models.hf_layout import file_names, in_files, layout, mismatch, write_index
 from rpg_jax.models.layers import llama3_divisors
 from rpg_jax.storage.files import cache_folder, write_atomically
@@ -69,8 +68,9 @@ def convert(file: Path, folder: Path, *, weights: bool = True) -> int:
     try:
         metadata = {key: field.contents() for key, field in reader.fields.items()}
         tensors = {tensor.name: tensor for tensor in reader.tensors}
-        fields = _config_fields(metadata, tensors)
-        config = parse_config(fields)
+        config = _config(metadata, tensors)
+        ids = {f"{name}_token_id": number for name, number in _special(metadata).items() if name != "unk"}
+        fields = write_config(config, "float32", ids)
         needed = _needed(config, fields["model_type"], tensors)
         described = _tokenizer_files(metadata, fields)
     except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -98,8 +98,8 @@ def _opened(file: Path) -> Any:
         raise ValueError(f"{file} is damaged or no GGUF file: {' '.join(str(error).split())[:200]}") from error
 
 
-def _config_fields(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of config.json. Raises ValueError for a feature that is not computed, KeyError for a missing key."""
+def _config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
+    """The model of a file. Raises ValueError for a feature that is not computed, KeyError for a missing key."""
     family = metadata["general.architecture"]
     if family not in ARCHITECTURES:
         raise ValueError(f"the architecture {family!r} is not read from GGUF, only {', '.join(ARCHITECTURES)}: {_FIX}")
@@ -112,31 +112,28 @@ def _config_fields(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> d
     for name in ("rope.dimension_count", "attention.value_length"):
         if own.get(name, head_dim) != head_dim:
             raise ValueError(f"{family}.{name} = {own[name]} is not supported, only the heads' size {head_dim}: {_FIX}")
-    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
-    return {
-        "architectures": [FAMILIES[family]],
-        "model_type": family,
-        "hidden_act": "silu",
-        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
-        "num_hidden_layers": own["block_count"],
-        "hidden_size": width,
-        "num_attention_heads": heads,
-        "num_key_value_heads": own.get("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "intermediate_size": own["feed_forward_length"],
-        "max_position_embeddings": own["context_length"],
-        # Stored in f32: the shortest decimal number that rounds to it is the one that was written.
-        "rms_norm_eps": float(str(np.float32(own["attention.layer_norm_rms_epsilon"]))),
-        "rope_theta": float(str(np.float32(own.get("rope.freq_base", 1e4)))),
-        "rope_scaling": _llama3(tensors.get("rope_freqs.weight"), head_dim, own.get("rope.freq_base", 1e4)),
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "torch_dtype": "float32",
-        **{f"{name}_token_id": number for name, number in ids.items() if number is not None and name != "unk"},
-    }
+    # Stored in f32: the shortest decimal number that rounds to it is the one that was written.
+    eps, theta = (
+        float(str(np.float32(x))) for x in (own["attention.layer_norm_rms_epsilon"], own.get("rope.freq_base", 1e4))
+    )
+    return DecoderConfig(
+        vocab_size=int(tensors["token_embd.weight"].shape[1]),
+        num_layers=own["block_count"],
+        embed_dim=width,
+        num_heads=heads,
+        num_kv_heads=own.get("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        hidden_dim=own["feed_forward_length"],
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        rope=Rope(theta, own["context_length"], _llama3(tensors.get("rope_freqs.weight"), head_dim, theta)),
+        rms_norm_eps=eps,
+        tie_embeddings="output.weight" not in tensors,
+    )
 
 
-def _llama3(divisors: Any, head_dim: int, theta: float) -> dict[str, Any] | None:
-    """The field `rope_scaling` from the numbers f32[H/2] that llama.cpp divides the frequencies by. Their largest is
+def _llama3(divisors: Any, head_dim: int, theta: float) -> Llama3 | None:
+    """The context extension from the numbers f32[H/2] that llama.cpp divides the frequencies by. Their largest is
     the factor. `low_freq_factor` and `high_freq_factor` are 1 and 4 in every Llama that has been published; the
     original context then follows from a pair that is blended, and all pairs must agree."""
     if divisors is None:
@@ -151,7 +148,7 @@ def _llama3(divisors: Any, head_dim: int, theta: float) -> dict[str, Any] | None
     expected = llama3_divisors(base, extension)
     if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-4):  # both rounded to f32
         raise ValueError(f"rope_freqs.weight is not llama3 with low_freq_factor 1 and high_freq_factor 4: {_FIX}")
-    return {"rope_type": "llama3", **dataclasses.asdict(extension)}
+    return extension
 
 
 def _needed(config: DecoderConfig, family: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,6 +208,12 @@ _SPLIT = (
 )
 
 
+def _special(metadata: Mapping[str, Any]) -> dict[str, int]:
+    """The ids of the special tokens that a file has, by their words in Hugging Face layout."""
+    found = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
+    return {name: number for name, number in found.items() if number is not None}
+
+
 def _by_regex(digits: str) -> pre_tokenizers.PreTokenizer:
     split = pre_tokenizers.Split(tokenizers.Regex(_SPLIT.format(digits=digits)), "isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -255,11 +258,7 @@ def _tokenizer_files(metadata: Mapping[str, Any], fields: Mapping[str, Any]) -> 
     for token, one in zip(tokens, types, strict=True):
         if one in (_CONTROL, _USER_DEFINED):
             made.add_tokens([tokenizers.AddedToken(token, normalized=False, special=one == _CONTROL)])
-    special = {}
-    for name, key in _SPECIAL.items():
-        number = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if number is not None:
-            special[f"{name}_token"] = tokens[number]
+    special = {f"{name}_token": tokens[number] for name, number in _special(metadata).items()}
     if metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe") and "bos_token" in special:
         bos = special["bos_token"]
         made.post_processor = processors.TemplateProcessing(
