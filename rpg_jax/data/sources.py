@@ -86,8 +86,6 @@ def load(
       ValueError: a source is unknown, a file is empty or cannot be read, there is no network, or no row is usable; with
         "fatal", also if a row is bad.
     """
-    if bad_rows not in ("fatal", "skip"):
-        raise ValueError(f"bad_rows must be 'fatal' or 'skip', got {bad_rows!r}")
     report = Report()
     merged: dict[tuple[str, str], Problem] = {}
     for name in [sources] if isinstance(sources, str) else sources:
