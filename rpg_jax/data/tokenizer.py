@@ -35,11 +35,15 @@ _SPACE = "\u2581"  # SentencePiece's own sign for a space
 
 
 class Codec(Protocol):
-    """Turns text into token ids and back. `encode` adds no special tokens, and `decode` leaves special tokens out."""
+    """Turns text into token ids and back."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text. No special tokens are added."""
+        ...
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
+        ...
 
 
 def check_unicode(text: str, what: str) -> None:
@@ -133,11 +137,11 @@ def train_sentencepiece(texts: Iterable[str], path: str | os.PathLike[str]) -> S
     return SentencePieceTokenizer(path)
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """The SentencePiece model in `file`, without a chat template. Its end-of-text piece is the only stop token. Raises
     ValueError if the file is no such model, or has no padding or end-of-text piece."""
 
-    chat: ChatTemplate | None = None
+    chat = None
 
     def __init__(self, file: str | os.PathLike[str]):
         try:
@@ -152,19 +156,15 @@ class SentencePieceTokenizer:
         self.stop_token_ids: tuple[int, ...] = (self.eos_id,)
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text. No special tokens are added."""
         return self._model.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens."""
         return self._model.decode([int(i) for i in ids])
 
     def name(self, token: int) -> str:
-        """The text of a token, also of a special token."""
         return self._model.id_to_piece(token)
 
     def unknown(self, text: str) -> str:
-        """The distinct characters of `text` that have no token, in the order of the text; "" if all have one."""
         return "".join(c for c in dict.fromkeys(text) if self._model.unk_id() in self.encode(c))
 
     def digest(self) -> str:
@@ -204,7 +204,7 @@ class SentencePieceTokenizer:
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """The tokenizer.json `file` with the special tokens and chat template of the files beside it, if these exist.
 
     tokenizer_config.json names special tokens and a chat template, chat_template.jinja is a chat template, and
@@ -245,11 +245,9 @@ class HuggingFaceTokenizer:
         self._about = [self._model.to_str(), self.stop_token_ids, template, specials]
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text. No special tokens are added."""
         return self._model.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens."""
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def name(self, token: int) -> str:
@@ -257,7 +255,6 @@ class HuggingFaceTokenizer:
         return self._model.id_to_token(token) or ""
 
     def unknown(self, text: str) -> str:
-        """The distinct characters of `text` that have no token, in the order of the text; "" if all have one."""
         return "".join(c for c in dict.fromkeys(text) if self.encode(c) in ([], [self._unknown_id]))
 
     def digest(self) -> str:
