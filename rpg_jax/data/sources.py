@@ -137,9 +137,13 @@ def open_source(name: str, *, count: int, seed: int) -> tuple[Reading, Rows]:
         if task == "countdown":  # the game of the hub's data set: its prompt, and an answer that its verifier reads
             reading = HUB["countdown"].reading
         return reading, _reasoning_gym(task, count, seed)
-    if name in HUB or name.startswith("hf:"):
-        data = HUB[name] if name in HUB else _named_on_hub(name)
-        return data.reading, _hub(data)
+    if name in HUB:
+        return HUB[name].reading, _hub(HUB[name])
+    if name.startswith("hf:"):
+        parts = name.removeprefix("hf:").split("/")
+        if len(parts) != 4:
+            raise ValueError(f"{name!r} is not of the form hf:owner/name/config/split, e.g. hf:openai/gsm8k/main/train")
+        return Reading(), _hub(HubDataset("/".join(parts[:2]), parts[2], parts[3]))
     raise unknown("file, folder or data set", name, [*HUB, "hf:owner/name/config/split", "reasoning_gym:task"])
 
 
@@ -208,13 +212,6 @@ def _json_array(file: Path) -> Rows:
         raise ValueError(f"{file} is not a readable JSON array: {error}") from error
     for number, row in enumerate(rows):
         yield f"{file}, entry {number}", row
-
-
-def _named_on_hub(name: str) -> HubDataset:
-    parts = name.removeprefix("hf:").split("/")
-    if len(parts) != 4:
-        raise ValueError(f"{name!r} is not of the form hf:owner/name/config/split, e.g. hf:openai/gsm8k/main/train")
-    return HubDataset("/".join(parts[:2]), parts[2], parts[3])
 
 
 def _hub(data: HubDataset) -> Rows:
