@@ -140,19 +140,16 @@ def official_row(problem: Problem, index: int) -> dict[str, Any]:
 def _conversation(row: Row, reading: Reading, prompt_id: int) -> Problem:
     """Reads a row of `messages`, the form of supervised data sets. The prompt changes only if a template is set."""
     messages = _turns(row["messages"], "messages")
-    if [m["role"] for m in messages][-2:] != ["user", "assistant"] or len(messages) > 3:
-        roles = [m["role"] for m in messages]
+    roles = [m["role"] for m in messages]
+    if roles not in (["user", "assistant"], ["system", "user", "assistant"]):
         raise BadRow(f"'messages' must be system (or none), user, assistant: one turn is trained, got roles {roles}")
-    if len(messages) == 3 and messages[0]["role"] != "system":
-        raise BadRow(f"'messages' must begin with the system's turn, got {messages[0]['role']!r}")
-    system = messages[0]["content"] if len(messages) == 3 else ""
-    question, demonstration = messages[-2]["content"], messages[-1]["content"]
+    *system, question, demonstration = (m["content"] for m in messages)
     row.taken |= {"question": "messages", "demonstration": "messages"}
     prompt = apply_template(reading.template or "none", question)
     own = (demonstration,) if demonstration.strip() else ()
     answer = _answer(row, needed=not own)
     source = _source(row, reading)
-    return _problem(prompt_id, prompt, answer, source, row.get("samples"), system, question, own)
+    return _problem(prompt_id, prompt, answer, source, row.get("samples"), "".join(system), question, own)
 
 
 def _turns(messages: Any, name: str) -> list[Mapping[str, str]]:
@@ -199,8 +196,7 @@ def _official(row: Row, reading: Reading, prompt_id: int) -> Problem:
     roles = [m.get("role") for m in messages]
     if roles not in (["user"], ["system", "user"]):
         raise BadRow(f"'prompt' must be one user turn, with or without a system turn before it, got roles {roles}")
-    prompt = text_of(messages[-1], "content")
-    system = text_of(messages[0], "content") if len(messages) == 2 else ""
+    *system, prompt = (text_of(m, "content") for m in messages)
     row.taken |= {"question": "prompt", "answer": "reward_model", "source": "data_source"}
     extra = row.get("extra_info")
     extra = extra if isinstance(extra, Mapping) else {}
@@ -210,7 +206,7 @@ def _official(row: Row, reading: Reading, prompt_id: int) -> Problem:
     answer = text_of(row["reward_model"], "ground_truth")
     source = reading.source or text_of(row, "data_source")
     own = _demonstrations(row)
-    return _problem(prompt_id, prompt, answer, source, extra.get("samples"), system, question, own)
+    return _problem(prompt_id, prompt, answer, source, extra.get("samples"), "".join(system), question, own)
 
 
 def _problem(prompt_id: int, prompt, answer, source, samples, system, question, demonstrations) -> Problem:
