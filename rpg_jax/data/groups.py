@@ -145,45 +145,44 @@ def groups_from_bytes(packed: bytes) -> list[Group]:
         a = dict(arrays)
     texts = json.loads(a["texts"].tobytes())
 
-    def split(name: str, lengths: str) -> list[np.ndarray]:
-        return np.split(a[name], np.cumsum(a[lengths])[:-1])
+    def split(name: str, lengths: str) -> list[Any]:
+        """An array for each completion or group; None for each if nothing was stored."""
+        cuts = np.cumsum(a[lengths])
+        return np.split(a[name], cuts[:-1]) if len(a[name]) else [None] * len(cuts)
 
-    read = a["lengths"] + np.repeat(a["prompt_lengths"], a["group_sizes"])
-    experts = np.split(a["experts"], np.cumsum(read)[:-1]) if a["experts"].size else [None] * len(read)
-    completions = [
-        Completion(
-            tokens,
-            logprobs,
-            reason,
-            int(versions[-1]),
-            turns and Turns.of(**turns, length=len(tokens)),
-            own,
-            versions if (versions != versions[-1]).any() else None,
-        )
-        for tokens, logprobs, reason, versions, turns, own in zip(
-            split("tokens", "lengths"),
-            split("sampler_logprobs", "lengths"),
-            texts["finish_reasons"],
-            split("versions", "lengths"),
-            texts["turns"],
-            experts,
-            strict=True,
-        )
-    ]
-    members = np.split(np.arange(len(completions)), np.cumsum(a["group_sizes"])[:-1])
-    behaviour = split("behaviour_logprobs", "lengths") if len(a["behaviour_logprobs"]) else None
-    parts, unshaped = (
-        split(name, "group_sizes") if len(a[name]) else [None] * len(members) for name in ("parts", "unshaped")
+    a["read"] = a["lengths"] + np.repeat(a["prompt_lengths"], a["group_sizes"])
+    tokens, versions, logprobs = (split(name, "lengths") for name in ("tokens", "versions", "sampler_logprobs"))
+    behaviour, experts = split("behaviour_logprobs", "lengths"), split("experts", "read")
+    completions = []
+    for i, (reason, turns) in enumerate(zip(texts["finish_reasons"], texts["turns"], strict=True)):
+        last = int(versions[i][-1])
+        turns = turns and Turns.of(**turns, length=len(tokens[i]))
+        several = versions[i] if (versions[i] != last).any() else None
+        completions.append(Completion(tokens[i], logprobs[i], reason, last, turns, experts[i], several))
+    prompts = split("prompts", "prompt_lengths")
+    rewards, accuracy, parts, unshaped = (
+        split(name, "group_sizes") for name in ("rewards", "accuracy", "parts", "unshaped")
     )
-    return [
-        Group(Problem(**problem), prompt, [completions[i] for i in chosen], texts_, rewards, accuracy,
-              behaviour and [behaviour[i] for i in chosen], failures, parts_, unshaped_, failed)
-        for problem, prompt, chosen, texts_, rewards, accuracy, failures, parts_, unshaped_, failed in zip(
-            texts["problems"], split("prompts", "prompt_lengths"), members, texts["texts"],
-            split("rewards", "group_sizes"), split("accuracy", "group_sizes"), texts["failures"], parts, unshaped,
-            texts["failed"], strict=True,
+    groups, first = list[Group](), 0
+    for g, size in enumerate(a["group_sizes"].tolist()):
+        own = slice(first, first + size)
+        groups.append(
+            Group(
+                problem=Problem(**texts["problems"][g]),
+                prompt=prompts[g],
+                completions=completions[own],
+                texts=texts["texts"][g],
+                rewards=rewards[g],
+                accuracy=accuracy[g],
+                behaviour_logprobs=behaviour[own] if len(a["behaviour_logprobs"]) else None,
+                failures=texts["failures"][g],
+                parts=parts[g],
+                unshaped=unshaped[g],
+                failed=texts["failed"][g],
+            )
         )
-    ]  # fmt: skip
+        first += size
+    return groups
 
 
 def shown(completion: Completion, decode: Callable[[Sequence[int]], str]) -> str:
