@@ -104,45 +104,38 @@ class Stored:
 def layout(config: DecoderConfig, *, head: bool = False) -> list[Stored]:
     """How every parameter of a model is stored, in the order of the params tree. With `head` a tied embedding is stored
     a second time, as the head, which comes last."""
-    D, N, K, H = config.embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
-    V, F = config.vocab_size, config.hidden_dim
     attention, mlp = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
-    plain, transposed, heads = (0,), (1, 0), (2, 0, 1)
-    table = {
-        "embed": ("model.embed_tokens.weight", ((V,), (D,)), (0, 1)),
-        "final_norm": ("model.norm.weight", ((D,),), plain),
-        "lm_head": ("lm_head.weight", ((V,), (D,)), (0, 1)),
-        "layers/attention_norm": ("model.layers.{}.input_layernorm.weight", ((D,),), plain),
-        "layers/mlp_norm": ("model.layers.{}.post_attention_layernorm.weight", ((D,),), plain),
-        "layers/attention/q": (attention + "q_proj.weight", ((N, H), (D,)), heads),
-        "layers/attention/k": (attention + "k_proj.weight", ((K, H), (D,)), heads),
-        "layers/attention/v": (attention + "v_proj.weight", ((K, H), (D,)), heads),
-        "layers/attention/o": (attention + "o_proj.weight", ((D,), (N, H)), (1, 2, 0)),
-        "layers/attention/q_bias": (attention + "q_proj.bias", ((N, H),), (0, 1)),
-        "layers/attention/k_bias": (attention + "k_proj.bias", ((K, H),), (0, 1)),
-        "layers/attention/v_bias": (attention + "v_proj.bias", ((K, H),), (0, 1)),
-        "layers/attention/q_norm": (attention + "q_norm.weight", ((H,),), plain),
-        "layers/attention/k_norm": (attention + "k_norm.weight", ((H,),), plain),
+    expert = mlp + "experts.{}." if config.experts else mlp
+    # The dimensions of the parameter that each dimension of the tensor flattens, without the stacked ones.
+    plain, transposed, heads, biases = ((0,),), ((1,), (0,)), ((1, 2), (0,)), ((0, 1),)
+    table: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {
+        "embed": ("model.embed_tokens.weight", ((0,), (1,))),
+        "final_norm": ("model.norm.weight", plain),
+        "lm_head": ("lm_head.weight", ((0,), (1,))),
+        "layers/attention_norm": ("model.layers.{}.input_layernorm.weight", plain),
+        "layers/mlp_norm": ("model.layers.{}.post_attention_layernorm.weight", plain),
+        "layers/attention/q": (attention + "q_proj.weight", heads),
+        "layers/attention/k": (attention + "k_proj.weight", heads),
+        "layers/attention/v": (attention + "v_proj.weight", heads),
+        "layers/attention/o": (attention + "o_proj.weight", ((2,), (0, 1))),
+        "layers/attention/q_bias": (attention + "q_proj.bias", biases),
+        "layers/attention/k_bias": (attention + "k_proj.bias", biases),
+        "layers/attention/v_bias": (attention + "v_proj.bias", biases),
+        "layers/attention/q_norm": (attention + "q_norm.weight", plain),
+        "layers/attention/k_norm": (attention + "k_norm.weight", plain),
+        "layers/mlp/router": (mlp + "gate.weight", transposed),
+        "layers/mlp/gate": (expert + "gate_proj.weight", transposed),
+        "layers/mlp/up": (expert + "up_proj.weight", transposed),
+        "layers/mlp/down": (expert + "down_proj.weight", transposed),
     }
-    if config.experts:
-        E, M, expert = config.experts.count, config.experts.hidden_dim, mlp + "experts.{}."
-        table |= {
-            "layers/mlp/router": (mlp + "gate.weight", ((E,), (D,)), transposed),
-            "layers/mlp/gate": (expert + "gate_proj.weight", ((M,), (D,)), transposed),
-            "layers/mlp/up": (expert + "up_proj.weight", ((M,), (D,)), transposed),
-            "layers/mlp/down": (expert + "down_proj.weight", ((D,), (M,)), transposed),
-        }
-    else:
-        table |= {
-            "layers/mlp/gate": (mlp + "gate_proj.weight", ((F,), (D,)), transposed),
-            "layers/mlp/up": (mlp + "up_proj.weight", ((F,), (D,)), transposed),
-            "layers/mlp/down": (mlp + "down_proj.weight", ((D,), (F,)), transposed),
-        }
     stored = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(abstract(config)[1]):
         keys = tuple(entry.key for entry in path)
-        name, groups, order = table["/".join(keys)]
-        stored.append(Stored(keys, leaf.shape, name.count("{}"), name, groups, order))
+        name, dimensions = table["/".join(keys)]
+        stacked, flat = name.count("{}"), [i for group in dimensions for i in group]
+        groups = tuple(tuple(leaf.shape[stacked + i] for i in group) for group in dimensions)
+        order = tuple(flat.index(i) for i in range(len(flat)))
+        stored.append(Stored(keys, leaf.shape, stacked, name, groups, order))
     if head and config.tie_embeddings:
         [embed] = (entry for entry in stored if entry.path == ("embed",))
         stored.append(dataclasses.replace(embed, name=table["lm_head"][0]))
