@@ -207,9 +207,9 @@ def _shared_rows(groups: Sequence[Packable], chosen: Sequence[int], shape: RowSh
                 f"prompt {p} and its completion {g} make {size} tokens, above the row length {shape.length}: "
                 "raise train.packed_length, or leave it unset"
             )
-    if not shape.packed:
-        return [[member] for member in members]
     units = [[member] for member in members]
+    if not shape.packed:
+        return units
     if shape.shared:
         units = [[(p, g) for g in range(len(groups[p].completions))] for p in chosen if groups[p].completions]
     return _first_fit(units, groups, shape.length)

@@ -293,7 +293,7 @@ def write_parquet(problems: Sequence[Problem], path: str | os.PathLike[str]) -> 
         raise ValueError(f"nothing to write to {path}: every problem was removed")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [official_row(dataclasses.replace(p, prompt_id=i), i) for i, p in enumerate(problems)]
+    rows = [official_row(problem, index) for index, problem in enumerate(problems)]
     table = pyarrow.Table.from_pylist(rows, SCHEMA)
     storage.write_atomically(path, lambda file: pyarrow.parquet.write_table(table, file))
 
