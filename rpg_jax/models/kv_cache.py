@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -107,7 +106,14 @@ class KVCache:
         one = KVCache(keys, values, prefix.lengths[row])
         one = one.rounded() if self.scales else one
         one = one.unstacked() if isinstance(self.keys, tuple) else one
-        return jax.tree.map(functools.partial(_put, slot), self, one)
+
+        def put(into, one):
+            if one.ndim == 0:
+                return into.at[slot].set(one)
+            corner = (0, slot, 0, 0, 0)[5 - into.ndim :]  # the array of one layer has no first axis
+            return jax.lax.dynamic_update_slice(into, one.astype(into.dtype), corner)
+
+        return jax.tree.map(put, self, one)
 
     def rounded(self) -> KVCache:
         """The cache in int8. Each key and each value of a head has its own scale, max |x| / 127 over the head."""
@@ -202,10 +208,3 @@ def _write_rows(
         )
 
     return jax.lax.fori_loop(0, len(slots), write, held)
-
-
-def _put(slot: jax.Array | int, into: jax.Array, one: jax.Array) -> jax.Array:
-    if one.ndim == 0:
-        return into.at[slot].set(one)
-    corner = (0, slot, 0, 0, 0)[5 - into.ndim :]  # the array of one layer has no first axis
-    return jax.lax.dynamic_update_slice(into, one.astype(into.dtype), corner)
