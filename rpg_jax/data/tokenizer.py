@@ -283,9 +283,12 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _stops(generation: Mapping[str, Any]) -> list[int]:
-    """The stop tokens that the fields of a generation_config.json name."""
-    stops = generation.get("eos_token_id")
-    return [] if stops is None else [stops] if isinstance(stops, int) else stops
+    """The stop tokens that the fields of a generation_config.json name. Raises ValueError unless all are ids."""
+    found = generation.get("eos_token_id")
+    stops = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(stop) is int and stop >= 0 for stop in stops):
+        raise ValueError(f"generation_config.json is damaged: eos_token_id {found!r} is no id, nor a list of ids")
+    return stops
 
 
 class IncrementalDecoder:
@@ -320,4 +323,8 @@ class IncrementalDecoder:
 
 
 def _content(token: Any) -> str | None:
-    return token["content"] if isinstance(token, dict) else token
+    """The text of a special token in tokenizer_config.json, or None. Raises ValueError if it is no text."""
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str | None):
+        raise ValueError(f"tokenizer_config.json is damaged: the special token {token!r} is no text")
+    return text

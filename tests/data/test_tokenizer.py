@@ -110,6 +110,23 @@ def test_a_damaged_file_of_a_hugging_face_tokenizer_is_named(tmp_path, name, con
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        *(("tokenizer_config.json", {"eos_token": token}) for token in (5, ["<eos>"], {"content": 5})),
+        ("tokenizer_config.json", {"eos_token": "<eos>", "unk_token": 5}),
+        *(("generation_config.json", {"eos_token_id": stop}) for stop in ("<eos>", ["<eos>"], [1.5], -1, {"a": 1})),
+    ],
+)
+def test_a_special_token_that_is_no_token_is_named(tmp_path, name, fields):
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
+    model.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}', encoding="utf-8")
+    (tmp_path / name).write_text(json.dumps(fields), encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"{name} is damaged: .*(no text|no id)"):
+        load_tokenizer(tmp_path)
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.text(alphabet="0123456789+=yes\n \u2581\u00e9", max_size=12))
 def test_the_files_for_transformers_have_the_same_ids_and_text(converted, text):
