@@ -80,16 +80,14 @@ class PromptStream:
             .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         )
         self._iterator = iter(self._dataset)
-        self._consumed = 0
 
     def take(self, count: int) -> list[Problem]:
         """Returns the next `count` problems, and moves the position. The last ones may be of the next epoch."""
-        self._consumed += count
         return [next(self._iterator) for _ in range(count)]
 
     def state(self) -> dict[str, Any]:
-        """The position in the stream, for `restore`: a dict that JSON can hold. "consumed": the problems taken."""
-        return {"consumed": self._consumed, "iterator": self._iterator.get_state(), **self._identity}
+        """The position in the stream, for `restore`: a dict that JSON can hold."""
+        return {"iterator": self._iterator.get_state(), **self._identity}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Moves to the position `state`, a result of the method `state`: the next problem is the first not yet taken.
@@ -102,7 +100,6 @@ class PromptStream:
             )
         self._iterator = iter(self._dataset)
         self._iterator.set_state(state["iterator"])
-        self._consumed = state["consumed"]
 
 
 def fingerprint(problems: Sequence[Problem]) -> int:
