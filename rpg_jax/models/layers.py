@@ -103,19 +103,6 @@ class Block(nnx.Module):
         return constrain(x + mixed, *axes, None), k, v, experts
 
 
-def rope_frequencies(config: DecoderConfig) -> tuple[np.ndarray, float]:
-    """Radians per position of each pair, f32[H/2], with the config's context extension, and the factor on queries and
-    keys, which is 1 without YaRN. Without an extension, pair i has theta^(-2i/H)."""
-    pairs = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    base = config.rope.theta**-pairs
-    match config.rope.scaling:
-        case Yarn() as yarn:
-            return _yarn(base, config.rope.theta, config.head_dim, yarn)
-        case Llama3() as llama3:
-            return (base / llama3_divisors(base, llama3)).astype(np.float32), 1.0
-    return base.astype(np.float32), 1.0
-
-
 def llama3_divisors(base: np.ndarray, llama3: Llama3) -> np.ndarray:
     """The numbers by which llama3 divides the frequencies `base`, both f64[H/2]: 1 for fast pairs, `factor` for slow.
     The frequencies in between are blended linearly in their turns over the original context."""
@@ -125,6 +112,8 @@ def llama3_divisors(base: np.ndarray, llama3: Llama3) -> np.ndarray:
 
 
 def _yarn(base: np.ndarray, theta: float, head_dim: int, yarn: Yarn) -> tuple[np.ndarray, float]:
+    """Radians a position f64[H/2] of each pair by YaRN, and the factor on queries and keys."""
+
     def pair_turning(turns: float) -> float:
         """Index of the pair that makes this many turns over the original context."""
         context = yarn.original_max_position_embeddings
@@ -135,13 +124,20 @@ def _yarn(base: np.ndarray, theta: float, head_dim: int, yarn: Yarn) -> tuple[np
     stretched = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
     blended = base * (1 - stretched) + base / yarn.factor * stretched
     scale = 0.1 * math.log(yarn.factor) + 1.0 if yarn.attention_factor is None else yarn.attention_factor
-    return blended.astype(np.float32), scale
+    return blended, scale
 
 
 def rope_tables(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines f32[B, T, 1, H/2] of the rotation at positions i32[B, T], for `rotate`; with YaRN's factor."""
-    radians, scale = rope_frequencies(config)
-    angles = positions[..., None, None].astype(jnp.float32) * radians
+    """Cosines and sines f32[B, T, 1, H/2] of the rotation at positions i32[B, T], for `rotate`; with YaRN's factor.
+    Pair i turns by theta^(-2i/H) radians a position, as the config's context extension changes it."""
+    radians = config.rope.theta ** -(np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
+    scale = 1.0
+    match config.rope.scaling:
+        case Yarn() as yarn:
+            radians, scale = _yarn(radians, config.rope.theta, config.head_dim, yarn)
+        case Llama3() as llama3:
+            radians = radians / llama3_divisors(radians, llama3)
+    angles = positions[..., None, None].astype(jnp.float32) * radians.astype(np.float32)
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
