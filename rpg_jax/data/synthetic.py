@@ -66,7 +66,9 @@ class Arithmetic:
             codes = np.random.default_rng(seed).permutation(space)
         else:
             share = self.held_out if split == "held_out" else 1 - self.held_out
-            codes = self._drawn_codes(space, max(_DRAWN, int(2 * (count or 0) / (share or 1))), seed)
+            draws = max(_DRAWN, int(2 * (count or 0) / (share or 1)))  # more of them only add codes to the end
+            codes = np.random.default_rng(seed).integers(space, size=draws)
+            codes = codes[np.sort(np.unique(self._prompt_ids(codes), return_index=True)[1])]  # each prompt id once
         chosen = codes[self._is_held_out(codes) == (split == "held_out")][:count]
         if len(chosen) < (count or 1):
             raise ValueError(f"split {split!r} of {self} has only {len(chosen)} of the {count or 1} problems asked for")
@@ -79,7 +81,10 @@ class Arithmetic:
         ValueError for another name, or another task's problem."""
         if name not in SETS:
             raise ValueError(f"arithmetic has the sets {', '.join(SETS)}; got {name!r}")
-        a, operator, b = _parse_arithmetic(problem.prompt)
+        match = re.fullmatch(r"(\d+)([-+*])(\d+)=", problem.prompt)
+        if match is None:
+            raise ValueError(f"not an arithmetic prompt: {problem.prompt!r}; expected e.g. '12+34='")
+        a, operator, b = int(match[1]), match[2], int(match[3])
         if name == "negative":
             return operator == "-" and a < b
         return name == "held out" or (operator != "*" and _carries(a, operator, b) >= self.digits - 1)
@@ -91,11 +96,6 @@ class Arithmetic:
     def texts(self) -> Iterator[str]:
         """One text with every character that prompts and answers can have, for training a tokenizer."""
         yield "0123456789=" + self.operators + "-"
-
-    def _drawn_codes(self, space: int, draws: int, seed: int) -> np.ndarray:
-        """Codes in the order of the draws, each prompt id once. More draws only add codes to the end."""
-        codes = np.random.default_rng(seed).integers(space, size=draws)
-        return codes[np.sort(np.unique(self._prompt_ids(codes), return_index=True)[1])]
 
     def _operands(self, code):
         operator, pair = divmod(code, 10 ** (2 * self.digits))
@@ -266,13 +266,6 @@ def _parse_chain(prompt: str) -> tuple[list[tuple[str, str, str]], int]:
 
 def _value(a: int, operator: str, b: int) -> int:
     return {"+": a + b, "-": a - b, "*": a * b}[operator]
-
-
-def _parse_arithmetic(prompt: str) -> tuple[int, str, int]:
-    match = re.fullmatch(r"(\d+)([-+*])(\d+)=", prompt)
-    if match is None:
-        raise ValueError(f"not an arithmetic prompt: {prompt!r}; expected e.g. '12+34='")
-    return int(match[1]), match[2], int(match[3])
 
 
 def _carries(a: int, operator: str, b: int) -> int:
