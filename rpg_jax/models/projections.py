@@ -116,18 +116,13 @@ def _in_stretches(x, gate, up, down):
         return (jax.nn.silu(x @ gate) * (x @ up)) @ down
 
     B, T, D = x.shape
-    stretches = _stretches(T)
+    fewest = -(-T // _STRETCH)
+    stretches = next((n for n in range(fewest, 4 * fewest) if T % n == 0), 1)  # 1 if the length does not divide so
     if stretches == 1:
         return apply(x.reshape(B * T, D)).reshape(B, T, D)
     parts = jnp.moveaxis(x.reshape(B, stretches, T // stretches, D), 1, 0).reshape(stretches, -1, D)
     out = jax.lax.map(jax.checkpoint(apply), parts)
     return jnp.moveaxis(out.reshape(stretches, B, T // stretches, D), 0, 1).reshape(B, T, D)
-
-
-def _stretches(length: int) -> int:
-    """The number of equal stretches of at most `_STRETCH` positions in a row; 1 if the length does not divide so."""
-    fewest = -(-length // _STRETCH)
-    return next((n for n in range(fewest, 4 * fewest) if length % n == 0), 1)
 
 
 def lookup(table: jax.Array, tokens: jax.Array, axes: tuple[str | None, str | None], dtype) -> jax.Array:
