@@ -188,6 +188,11 @@ def _result(tools: Mapping[str, Tool], call: Call) -> str:
 
 
 def calculator(expression: str) -> str:
-    """Works out an expression of numbers with + - * / and parentheses, exactly."""
+    """Works out an expression of numbers with + - * / and parentheses, exactly.
+
+    The policy reads the paragraph above. A result that is no whole number is then rounded to 12 significant digits:
+    "1/3" gives "0.333333333333". Raises ValueError for a text that is no such expression or has more than 500
+    characters, and for a division by zero.
+    """
     value = evaluate(expression)
     return str(value) if value.denominator == 1 else f"{float(value):.12g}"

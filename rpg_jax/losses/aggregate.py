@@ -68,8 +68,8 @@ def aggregate(values: jax.Array, tokens: Trained, kind: str, constant_length: fl
 
     Args:
       values: f[B, T], read only where `tokens.mask` is nonzero. The gradient flows through the sum.
-      tokens: `tokens.mask` says which tokens count, and `tokens.completion_ids` tells completions apart. A completion
-        without an unmasked token does not count.
+      tokens: `tokens.mask` says which tokens count, and `tokens.completion_ids` tells completions apart; None: each row
+        is one completion. A completion without an unmasked token does not count.
       kind: a name of `AGGREGATES`.
       constant_length: tokens; only `constant` reads the length, usually the completion budget.
 

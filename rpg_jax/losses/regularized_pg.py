@@ -236,16 +236,17 @@ def rpg(
     behaviour_mass: Annotated[float, Range("(0, inf)")] = 1.0,
     **options: Any,
 ) -> TokenLoss:
-    """The row `rpg` of the registry calls one of three losses, and passes the other hyperparameters to this loss.
+    """Calls the loss that `level` and `form` choose, and passes the other hyperparameters to it.
 
         level               form    loss
         token               paper   `rpg_tokens`
         token               verl    `verl.verl_form`
         sequence or to_go   paper   `rpg_completions`
 
-    `behaviour_mass` is Z = ∫ π_old, a factor of the loss for a behaviour policy that is not normalized. Raises
-    ValueError in the cases of the chosen loss, and for another loss's hyperparameter with a value that is not its
-    default.
+    `behaviour_mass` is Z = ∫ π_old, a factor of the loss for a behaviour policy that is not normalized.
+
+    Raises ValueError for another pair of level and form, for a value that is not allowed, for a hyperparameter that
+    only another loss reads if its value is not the default, and in the cases of the chosen loss.
     """
     chosen = rpg_completions if level != "token" else verl_form if form == "verl" else rpg_tokens
     if form == "verl" and level != "token":

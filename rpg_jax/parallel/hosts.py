@@ -216,12 +216,13 @@ def gathered(x: jax.Array) -> np.ndarray:
 def local_copies(tree: Tree, shardings: Tree) -> Tree:
     """Returns a whole copy of a tree of arrays on each host. A collective over the devices.
 
-    The copy takes two steps. First, one reshard replicates the arrays over hosts and shards them within each host. Then
-    each host makes its local arrays of the shards that its devices hold.
+    First, one reshard replicates the arrays over hosts and shards them within each host. Then each host makes local
+    arrays of the shards on its own devices.
 
     Args:
       tree: arrays that are sharded over the devices of all hosts.
-      shardings: the same tree with the NamedSharding of each copy, on a mesh of this host's devices.
+      shardings: the same tree with the NamedSharding of each copy. Its mesh has all devices of this host, in the order
+        of their ids. The meshes of all hosts have one shape.
     """
 
     def wide(sharding: NamedSharding) -> NamedSharding:

@@ -72,10 +72,12 @@ def _keep_every_program() -> None:
 
 
 def fail(reason: str, code: int) -> None:
-    """Ends this process of a run of several with exit code `code`. The others print the reason and end with this code.
+    """Ends this process of a run of several with exit code `code`, by `os._exit`: no clean-up runs. The others print
+    `reason` and end with this code.
 
-    A process that has not joined the others joins them first: else they would wait for half an hour. If several fail at
-    once, all end with the code of one failure. Returns if the run has one process, or it cannot join the others.
+    A process that has not joined the others joins them first: else they would wait for half an hour. If the others do
+    not come within ten minutes, it ends alone. If several fail at once, all end with the code of one failure. Returns
+    if the run has one process, or if JAX refuses to join.
     """
     try:
         if not jax.distributed.is_initialized():

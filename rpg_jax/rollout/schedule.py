@@ -155,13 +155,18 @@ class _PendingReply(NamedTuple):
 class Schedule:
     """The slots, the rows in the slots, and the rows that wait for a slot. Only one thread may use a schedule.
 
-    A schedule owns the decode state. A row whose turn has ended keeps its slot while the environment replies. If other
-    rows wait, the row may lose its slot, and is prefilled again after the reply. `live` maps slots that draw to rows.
+    A schedule owns the decode state. A row whose turn has ended keeps its slot while the environment replies. After
+    `patience_s` of `engine.decoding`, a waiting row may take the slot; then the first row is prefilled again after the
+    reply.
+
+    Attributes:
+      free: the free slots. The caller appends the slot of a row that has ended.
+      live: {slot: row} of the slots that draw tokens.
 
     Args:
-      engine: decodes.
-      free: the slots that the schedule may fill. The caller puts the slot of a row that has ended back into `free`.
-      usage: the schedule adds its work to this object.
+      engine: the engine that decodes.
+      free: the slots that the schedule may fill; the schedule copies the list.
+      usage: the schedule adds its times, steps and tokens to this object.
     """
 
     def __init__(self, engine: DecodeEngine, free: Sequence[int], usage: Usage):

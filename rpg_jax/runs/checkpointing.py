@@ -269,7 +269,9 @@ class Checkpointing:
         return GroupJournal(self.journal, settings)
 
     def finish(self, step: int) -> None:
-        """Waits for the checkpoint of `step`, the last of this process, and drops the journal of the steps before."""
+        """Waits until the checkpoint of `step`, the last of this process, is on disk. Then drops the groups of earlier
+        steps from the journal. Raises StorageFailure if the checkpoint could not be written.
+        """
         self.checkpoints.wait()
         self._prune_journal(step)
 

@@ -315,7 +315,9 @@ def _glibc(function: str, *arguments: int) -> bool:
 
 
 def prepare_process() -> None:
-    """Prepares the process of a command or worker: crash stacks, plain printed text, logs, and `prepare_libraries`."""
+    """Prepares the process of a command or worker. A crash prints the Python stacks. stdout and stderr print plain text
+    (`screen.guard`). Python's logs go through absl. Then it calls `prepare_libraries`.
+    """
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr is no file
         faulthandler.enable()
     screen.guard()

@@ -271,9 +271,12 @@ class DataSettings(NamedTuple):
 
 
 def data_settings(file: str, overrides: Sequence[str]) -> DataSettings:
-    """How the config in `file` reads its data, changed by `overrides`, flags as "--config.task.train=rows.jsonl". Loads
-    the data, and starts the environment. A tokenizer that is trained, if the config names none, is not kept. Raises
-    ValueError if `task.name` is not "files", or if the data or the environment could not start a run.
+    """Returns the settings by which the config in `file` reads its data. `overrides` change the config; they are flags,
+    as "--config.task.train=rows.jsonl".
+
+    Loads the problems and the demonstrations, and starts the environment, if the config names one; the caller closes
+    `stage`. If the config names no tokenizer, one is trained, and its file is deleted. Raises ValueError if the config
+    is wrong, `task.name` is not "files", or the data or the environment could not start a run.
     """
     config = with_method(config_files.load(file, overrides).config)
     if config.task.name != "files":

@@ -45,7 +45,7 @@ class Learner:
         return abstract(self.shapes, self.shardings)
 
     def create(self, params: Any) -> TrainState:
-        """The state before the first update. `params`, the trained weights, are taken over (donated)."""
+        """The state before the first update. It has copies of `params`, the trained weights, which stay valid."""
         return create_state(params, self.optimizer, self.shardings, self.critic)
 
 
@@ -274,8 +274,9 @@ def first_adapters(layout: Layout) -> Any:
 
 
 def merged_layout(layout: Layout, base: models.Base | None, adapters: Any) -> tuple[Layout, Any]:
-    """(a layout without adapters, its weights W + (alpha / rank) A B in the compute dtype). `base` has the W and is
-    consumed, unless it is in 8 bits; `adapters` have A and B.
+    """Merges adapters into the weights: (a layout without adapters, its weights W + (alpha / rank) A B in the compute
+    dtype). `base`, which must not be None, has the W. It is donated unless `model.lora.int8` is set. `adapters` have A
+    and B, and stay valid.
     """
     whole = layout.without_adapters(dtype=layout.config.model.compute_dtype)
 

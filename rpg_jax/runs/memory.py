@@ -162,7 +162,11 @@ def _apart(layout: Layout) -> bool:
 
 
 def decoding_base(layout: Layout, decoding: Decoding) -> models.Base:
-    """The frozen weights in a rollout that keeps the adapters of `layout` apart: `ShapeDtypeStruct`s with shardings."""
+    """The frozen weights in a rollout that keeps the adapters of `layout` beside them, without making an array.
+
+    A `ShapeDtypeStruct`, with its sharding on `decoding.mesh`, stands for each array. The layers' matrices are `Int8`
+    if `model.lora.int8` or `decoding.int8` is set. `layout` must have adapters, and `decoding` a mesh.
+    """
     assert decoding.mesh is not None and layout.lora is not None, "a layout with adapters decodes on a mesh"
     shapes = layout.param_shapes
     where = parallel.shardings(models.logical_axes(layout.model), shapes, decoding.mesh, decoding.rules)

@@ -80,11 +80,12 @@ def check_settings(e: Experiment, settings: Mapping[str, Any]) -> None:
 
 
 def kept(e: Experiment, rows: Sequence[Mapping[str, Any]]) -> list[data.Example]:
-    """The completions of the problems that an evaluation has solved each time, each with its prompt. `rows` are the
-    lines of its completions.jsonl, in which the completions of a problem stand together.
+    """The completions of the problems that an evaluation has solved in every completion, each with its prompt. `rows`
+    are the lines of the evaluation's completions.jsonl; the completions of a problem stand together.
 
-    Left out are problems that the run evaluates, prompts that it would cut, completions that a limit has cut, and
-    completions whose text has other tokens than were sampled. Raises ValueError for a row without a digest of them.
+    Left out are problems that the run evaluates, and prompts that it would cut. Left out are also completions that a
+    limit has cut, that are longer than `rollout.max_tokens`, or whose text encodes to other tokens than were sampled.
+    Raises ValueError if a row that remains has no digest of its tokens.
     """
     c, found = e.config, []
     held_out = {(problem.system, problem.prompt) for own in e.task.held_out.values() for problem in own}

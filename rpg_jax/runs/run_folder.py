@@ -95,11 +95,14 @@ def of(config: ConfigDict) -> storage.Folder:
 
 @contextlib.contextmanager
 def held(config: ConfigDict) -> Iterator[storage.Folder]:
-    """The folder of a run, opened by `open_run`; until the end, no other run writes there. Collective.
+    """The folder of a run, opened by `open_run`; until the end, no other run writes there. A context, and collective.
 
-    A new run that fails before its first step leaves no folder, unless what is in it helps: groups that a resume takes
-    over, or a record of the failure. An error of the block gets the attribute `ends_again`, the text of
-    `cli.ends_again`. Raises ValueError if the folder cannot be this run's, or another run is writing there.
+    If another process takes over the folder, this process ends at once. An error, of the opening or of the block, gets
+    the attribute `ends_again`: why another start would end with it too, or "" (see `cli.ends_again`).
+
+    A new local run that fails before its first step leaves no folder, unless the folder has groups that a resume takes
+    over or a record of the failure. A folder in a bucket stays. Raises ValueError if the folder cannot be this run's,
+    or another run is writing there.
     """
     folder = of(config)
     is_new = hosts.is_first() and not storage.in_bucket(folder.home) and not folder.home.exists()

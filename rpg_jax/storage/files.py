@@ -83,15 +83,17 @@ def secret() -> bytes:
 def local_copy(address: str, patterns: Sequence[str]) -> Path:
     """Copies the files of a bucket's folder, and returns the local folder that keeps the copies for later calls.
 
-    A file is copied again once its size or time in the bucket has changed, and appears whole or not at all. Subfolders
-    are left out. One process of a host copies at a time; others wait.
+    A file is copied again once its size or time in the bucket has changed, and appears whole or not at all. The copy of
+    a file that was deleted in the bucket stays. One process of a host copies at a time; others wait.
 
     Args:
       address: gs://BUCKET/FOLDER.
-      patterns: which files, as "*.safetensors"; one pattern that matches the name is enough.
+      patterns: which files, as "*.safetensors"; one pattern that matches the name is enough. No subfolder's name may
+        match.
 
     Raises:
-      ValueError: there is no such folder, or no file in it matches.
+      ValueError: the address has another form, a package that buckets need is not installed, there is no such folder,
+        or no file in it matches.
       StorageFailure: the folder cannot be read, after retries, or a copy cannot be written.
     """
     source = absolute(address)
