@@ -205,9 +205,8 @@ def make_scorer(
     """
     c = config.rewards
     weights, options = reward_arguments(config)
-    how: dict[str, Any] = {"workers": c.workers, "deadline_s": c.deadline_seconds, "functions": functions}
-    how["begins"] = begins
-    return rewards.Scorer(weights, options=options, accuracy=c.accuracy, right_above=c.right_above, **how)
+    how = {"workers": c.workers, "deadline_s": c.deadline_seconds, "accuracy": c.accuracy, "right_above": c.right_above}
+    return rewards.Scorer(weights, options=options, functions=functions, begins=begins, **how)
 
 
 def make_generator(
@@ -258,8 +257,7 @@ def evaluation_generator(experiment: Experiment, own: rollout.Rollout, scorer: r
 
 class DataSettings(NamedTuple):
     """How a config reads rows from `sources`, files or data sets, and shows them to the policy. `template` None keeps
-    the data's own prompts. `max_tokens` limits a demonstration. `stage` plays the environment; None without one.
-    """
+    the data's own prompts. `max_tokens` limits a demonstration. `stage` plays the environment; None without one."""
 
     sources: list[str]
     template: str | None
@@ -271,12 +269,11 @@ class DataSettings(NamedTuple):
 
 
 def data_settings(file: str, overrides: Sequence[str]) -> DataSettings:
-    """Returns the settings by which the config in `file` reads its data. `overrides` change the config; they are flags,
-    as "--config.task.train=rows.jsonl".
+    """The settings by which the config in `file` reads its data. `overrides` are flags, as "--config.seed=1".
 
-    Loads the problems and the demonstrations, and starts the environment, if the config names one; the caller closes
-    `stage`. If the config names no tokenizer, one is trained, and its file is deleted. Raises ValueError if the config
-    is wrong, `task.name` is not "files", or the data or the environment could not start a run.
+    Loads the problems and the demonstrations, and starts the environment, which the caller closes. If the config names
+    no tokenizer, one is trained, and its file is deleted. Raises ValueError if the config is wrong, `task.name` is not
+    "files", or the data or the environment could not start a run.
     """
     config = with_method(config_files.load(file, overrides).config)
     if config.task.name != "files":
