@@ -102,7 +102,7 @@ def load(
     first = "\n  ".join(["", *report.bad[:_SHOWN], *["…"] * (len(report.bad) > _SHOWN)])
     if not merged:
         raise ValueError(f"no usable problem in {sources}: {report.rows} rows read, {len(report.bad)} bad{first}")
-    if report.bad and bad_rows == "fatal":
+    if report.bad and bad_rows != "skip":
         skip = "--config.task.bad_rows=skip leaves them out, in rpg_jax.data --bad_rows=skip"
         raise ValueError(f"{len(report.bad)} of {report.rows} rows are bad ({skip}):{first}")
     return list(merged.values()), report
