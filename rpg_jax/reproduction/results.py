@@ -69,10 +69,9 @@ class Results:
 def collect(planned: Sequence[PlannedRun], out: Path, metrics: re.Pattern[str] = METRICS) -> list[Run]:
     """Reads the planned runs that have written a config from the folder `out`/runs, in the order of `planned`.
 
-    Their records keep the step, the metrics `columns`, by their names of today, and the scores of held-out sets if
-    `evaluated`. Numbers are rounded to four significant digits; None stands for one that is not finite. Config fields
-    that change no number of a run are left out, and versions but commit, Python, packages and devices. Raises
-    ValueError for a damaged file.
+    Their records keep the metrics whose whole names match `metrics`. Numbers are rounded to
+    four significant digits; None stands for one that is not finite. Config fields that change no number of a run are
+    left out, and versions but commit, Python, packages and devices. Raises ValueError for a damaged file.
     """
     runs = []
     for plan in planned:
