@@ -27,7 +27,7 @@ if importlib.util.find_spec("jetstream") is None:
 
 
 def _stub(package: str, submodule: str, **attributes) -> None:
-    if importlib.util.find_spec(package) is not None:
+    if package in sys.modules or importlib.util.find_spec(package) is not None:
         return
     for name in (package, f"{package}.{submodule}"):
         sys.modules[name] = types.ModuleType(name)
