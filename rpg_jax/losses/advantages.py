@@ -209,17 +209,14 @@ def advantages(
     rewards = jax.lax.stop_gradient(rewards.astype(jnp.promote_types(rewards.dtype, jnp.float32)))
     if rewards.ndim != 2:
         raise ValueError(f"rewards must be [prompts, completions of a prompt], got shape {rewards.shape}")
-    if lengths is not None and jnp.shape(lengths) != rewards.shape:
-        raise ValueError(f"lengths must have the shape of rewards {rewards.shape}, got {jnp.shape(lengths)}")
+    for what, array in {"lengths": lengths, "counted": counted}.items():
+        if array is not None and jnp.shape(array) != rewards.shape:
+            raise ValueError(f"{what} must have the shape of rewards {rewards.shape}, got {jnp.shape(array)}")
     if counted is not None:
         counted = jnp.asarray(counted, bool)
-        if counted.shape != rewards.shape:
-            raise ValueError(f"counted must have the shape of rewards {rewards.shape}, got {counted.shape}")
         counted &= _counts(counted) > min(1, rewards.shape[1] - 1)  # a group's only one has no other
         if not (declared.takes("counted") or declared.takes("lengths")):
-            raise ValueError(
-                f"advantage {name!r} cannot leave completions out: give its function a `counted` bool[P, G]"
-            )
+            raise ValueError(f"advantage {name!r} cannot leave completions out: its function must take `counted`")
         if lengths is not None:
             lengths = jnp.where(counted, jnp.asarray(lengths), 0)
     if lengths is None and declared.takes("lengths"):

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
@@ -170,12 +170,7 @@ def collect(
         _check_failures(generated, step, max_failures)
         kept += [g for g in made if g.informative]
     if not kept:
-        accuracy = float(np.mean([g.accuracy[g.judged].mean() for g in generated if g.judged.any()]))
-        raise ValueError(
-            f"step {step + 1}: dynamic sampling kept none of {len(generated)} groups in {dynamic.max_batches} batches, "
-            f"with mean accuracy {accuracy:.3f}: the problems are too easy or too hard. Change the task, raise "
-            "dynamic_sampling.max_batches, or set dynamic_sampling.enabled=False"
-        )
+        _refuse_uninformative(generated, step, dynamic.max_batches)
     surplus = kept[prompts_per_step:]
     carried = surplus[:prompts_per_step] if dynamic.surplus == "carry" else []
     dropped = surplus[len(carried) :]
@@ -193,6 +188,15 @@ def _check_failures(generated: Sequence[Group], step: int, most: float) -> None:
             f"step {step + 1}: {kinds.total()} of {completions} completions have no verdict ({counted}), {limit}. Look "
             "at the judge, the verifier or the environment, then continue the run with the same command"
         )
+
+
+def _refuse_uninformative(generated: Sequence[Group], step: int, batches: int) -> NoReturn:
+    accuracy = float(np.mean([g.accuracy[g.judged].mean() for g in generated if g.judged.any()]))
+    raise ValueError(
+        f"step {step + 1}: dynamic sampling kept none of {len(generated)} groups in {batches} batches, with mean "
+        f"accuracy {accuracy:.3f}: the problems are too easy or too hard. Change the task, raise "
+        "dynamic_sampling.max_batches, or set dynamic_sampling.enabled=False"
+    )
 
 
 def _share(groups: Sequence[Group]) -> float:
