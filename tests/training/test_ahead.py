@@ -181,7 +181,7 @@ def with_logprobs(groups, present, ref=None, *, decoupled=False):
     batch = SimpleNamespace(
         batches=[SimpleNamespace(mask=jnp.ones(sampler.shape), sampler_logprobs=sampler, rows=rows)],
         groups=trained,
-        packing=SimpleNamespace(scatter=lambda arrays: (jnp.concatenate([jnp.stack(x) for x in arrays]),)),
+        scatter=lambda arrays: (jnp.concatenate([jnp.stack(x) for x in arrays]),),
         add=lambda **columns: {"sampler_logprobs": sampler} | {name: column for name, (column,) in columns.items()},
     )
 
