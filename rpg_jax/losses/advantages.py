@@ -210,8 +210,8 @@ def advantages(
     if rewards.ndim != 2:
         raise ValueError(f"rewards must be [prompts, completions of a prompt], got shape {rewards.shape}")
     for what, array in {"lengths": lengths, "counted": counted}.items():
-        if array is not None and jnp.shape(array) != rewards.shape:
-            raise ValueError(f"{what} must have the shape of rewards {rewards.shape}, got {jnp.shape(array)}")
+        if array is not None and np.shape(array) != rewards.shape:
+            raise ValueError(f"{what} must have the shape of rewards {rewards.shape}, got {np.shape(array)}")
     if counted is not None:
         counted = jnp.asarray(counted, bool)
         counted &= _counts(counted) > min(1, rewards.shape[1] - 1)  # a group's only one has no other
