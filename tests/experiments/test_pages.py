@@ -457,6 +457,9 @@ def test_the_sentences_on_the_pretrained_model_have_the_numbers_of_the_runs():
         (0.03, "per token: URKL", "per token (GRPO): k₃", "reward"),
         (0.03, "per token: URKL", "KL in the reward", "reward"),
         (0.03, "per token (GRPO): k₃", "KL in the reward", "reward"),
+        (0.3, "completions: RKL", "KL in the reward", "kl"),
+        (0.3, "completions: RKL", "per token: URKL", "kl"),
+        (0.3, "completions: RKL", "per token (GRPO): k₃", "lost"),
     }
 
 
@@ -478,8 +481,8 @@ def pretrained_claims() -> tuple[list[str], set[tuple[float, str, str, str]]]:
     def mean_of(row: str, name: str, beta: float = 0.1, digits: int = 2) -> str:
         return text(mean(list(seeds(row, name, beta).values())), digits)
 
-    def both(row: str, name: str) -> str:
-        return " and ".join(f"{value:.2f}" for _, value in sorted(seeds(row, name, 0.3).items()))
+    def each(row: str, name: str) -> str:
+        return ", ".join(f"{value:.2f}" for _, value in sorted(seeds(row, name, 0.3).items()))
 
     def text(m: Mean, digits: int) -> str:
         return f"{m.value:.{digits}f} ± {m.half:.{digits}f}".replace("-", "−")
@@ -507,8 +510,10 @@ def pretrained_claims() -> tuple[list[str], set[tuple[float, str, str, str]]]:
         f"{apart(token, k3, 'reward', 0.03)} less than URKL per token and {apart(reward, k3, 'reward', 0.03)} less "
         f"than KL in the reward, which has {apart(token, reward, 'reward', 0.03)} less than URKL per token",
         f"Against the KL of completions k₃ has {apart(k3, completions_, 'J', 0.03)} of J",
-        f"({few[0]} to {few[-1]} of reward in two seeds, the start has {start['reward']:.2f})",
-        f"k₃ has {both(k3, 'reward')}, URKL per token {both(token, 'reward')}",
+        f"({few[0]} to {few[-1]} of reward in three seeds, the start has {start['reward']:.2f})",
+        f"k₃ has {each(k3, 'reward')}, URKL per token {each(token, 'reward')}",
+        f"KL in the reward ends {apart(reward, completions_, 'kl', 0.3)} nats farther from the start than the KL of "
+        f"completions, URKL per token {apart(token, completions_, 'kl', 0.3)}",
         f"the KL of completions has {mean_of(completions_, 'J', 0.03)}, URKL per token {mean_of(token, 'J', 0.03)}, "
         f"KL in the reward {mean_of(reward, 'J', 0.03)}, to-go {mean_of(to_go, 'J', 0.03)}, k₃ "
         f"{mean_of(k3, 'J', 0.03)} and no KL term {mean_of(none, 'J', 0.03)}",
@@ -522,7 +527,7 @@ def pretrained_claims() -> tuple[list[str], set[tuple[float, str, str, str]]]:
         f"{mean_of(none, 'facts')}",
     ]
     assert min(run["facts"] for run in every if run["seed"] == 0) > start["facts"]
-    which = itertools.product((0.03, 0.1), itertools.combinations(kinds, 2), ("reward", "kl", "lost"))
+    which = itertools.product((0.03, 0.1, 0.3), itertools.combinations(kinds, 2), ("reward", "kl", "lost"))
     return claims, {
         (beta, a, b, name)
         for beta, (a, b), name in which
