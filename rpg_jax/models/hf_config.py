@@ -23,10 +23,16 @@ _FAMILY_WITH = {
 """The family of a model by whether it has biases on q, k and v; norms on q and k; experts."""
 _EXTENSIONS: dict[str, type[Yarn] | type[Llama3]] = {"yarn": Yarn, "llama3": Llama3}
 _LLAMA_THETA = 1e4  # theta of Llama 2, whose older folders do not name theta
-_NUMBERS = (
-    *("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "rms_norm_eps", "rope_theta"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
-)
+_KINDS = {
+    "a number": (
+        *("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "rms_norm_eps", "rope_theta"),
+        *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "moe_intermediate_size"),
+        *("num_experts", "num_local_experts", "num_experts_per_tok"),
+    ),
+    "an object": ("rope_scaling", "rope_parameters"),
+    "true or false": ("tie_word_embeddings", "norm_topk_prob"),
+}
+_TYPES = {"a number": int | float, "an object": dict, "true or false": bool}
 
 
 def read_config(folder: Path | str) -> DecoderConfig:
@@ -61,10 +67,10 @@ def parse_config(fields: Mapping[str, Any]) -> DecoderConfig:
         raise ValueError(f"model_type {model_type!r} has vision or audio parts; only text decoders are supported")
     if model_type not in FAMILIES:
         raise ValueError(f"model_type {model_type!r} is not supported; the families are {', '.join(FAMILIES)}")
-    kinds = dict.fromkeys(_NUMBERS, int | float) | dict.fromkeys(("rope_scaling", "rope_parameters"), dict)
-    for name, kind in kinds.items():
-        if fields.get(name) is not None and not isinstance(fields[name], kind):
-            raise ValueError(f"{name}={fields[name]!r:.60} must be {'an object' if kind is dict else 'a number'}")
+    for kind, names in _KINDS.items():
+        for name in names:
+            if fields.get(name) is not None and not isinstance(fields[name], _TYPES[kind]):
+                raise ValueError(f"{name}={fields[name]!r:.60} must be {kind}")
     _refuse_what_is_not_computed(fields, model_type)
     heads, experts = fields["num_attention_heads"], None
     if model_type == "qwen3_moe":  # transformers 4 writes `num_experts`, transformers 5 `num_local_experts`

@@ -84,6 +84,8 @@ def test_every_spelling_of_yarn_is_the_same_yarn(fields):
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'llama3' needs low_freq_factor, high_freq_factor"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps='x' must be a number"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or false"),
+        ({"num_experts_per_tok": "2"}, "num_experts_per_tok='2' must be a number"),
         ({"rope_scaling": 3}, "rope_scaling=3 must be an object"),
         ({"rope_scaling": {"type": "linear", "factor": 8.0}}, "rope type 'linear' is not supported, only 'default', "),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}}, "yarn fields {'mscale': 0.7}"),
