@@ -55,11 +55,9 @@ def write_page(runs: Sequence[Run], out: Path, *, rollout_steps: int = ROLLOUT_S
 
 
 def page_of(runs: Sequence[Run], *, rollout_steps: int = ROLLOUT_STEPS) -> str:
-    """The page in HTML of runs that were read from their folders, finished or not, each with a step at least.
-
-    The page holds the rollouts of at most `rollout_steps` steps of each run, spread evenly over the steps that have
-    any. A line on stderr names a rollout file that cannot be read.
-    """
+    """The page in HTML of runs that were read from their folders, finished or not, each with a step at least. The page
+    holds the rollouts of at most `rollout_steps` steps of each run, spread evenly over the steps with a rollout file. A
+    line on stderr names each rollout file that cannot be read."""
     configs = tables.configs_of(runs)
     data, chunks = _page_data(configs, rollout_steps=rollout_steps)
     style = (WEB / "page.css").read_text(encoding="utf-8")
@@ -87,7 +85,7 @@ def is_page(file: Path) -> bool:
 
 
 def _results(configs: Sequence[Config]) -> Markup:
-    """The switch between axes, the results on each, and the meaning of their marks."""
+    """HTML with the switch between the axes of `tables.budgets`, a table for each axis, and the tables' `notes`."""
     ks = {name: own[-1].get("k") for c in configs for run in c.runs for name, own in run.evaluations.items()}
     rows = {budget: tables.rows_within(configs, budget) for budget in tables.budgets(configs)}
     by_axis = {budget.axis: results_table(configs, own, ks, budget) for budget, own in rows.items()}
@@ -97,10 +95,8 @@ def _results(configs: Sequence[Config]) -> Markup:
 def results_table(
     configs: Sequence[Config], rows: Sequence[tables.Row], ks: Mapping[str, int | None], budget: Budget
 ) -> Markup:
-    """The HTML of the table of `rows`, one for each config within `budget`; a note if there is no evaluation.
-
-    `ks` is {held-out set: completions of each problem, None if unknown}, in the order of the columns.
-    """
+    """The HTML of the table of `rows`, one for each config within `budget`; a note if there is no evaluation. `ks` is
+    {held-out set: completions of each problem, None if unknown}, in the order of the columns."""
     if not (sets := [name for name in ks if any((name, "last") in row.scores for row in rows)]):
         return Markup('<p class="muted">No evaluation yet.</p>')
     costs = [axis for axis in COSTS if all(axis in row.spent for row in rows)]
@@ -109,18 +105,19 @@ def results_table(
 
 
 def _anchor_letters(configs: Sequence[Config]) -> dict[str, str]:
-    """A letter for each reference policy of a KL; no letters if all configs have the same reference policy."""
+    """{what `tables.anchor` says of a config: its letter, from "a" on}; {} if it says the same of all configs."""
     anchors = list(dict.fromkeys(map(tables.anchor, configs)))
     return {name: chr(ord("a") + i) for i, name in enumerate(anchors)} if len(anchors) > 1 else {}
 
 
 def notes(configs: Sequence[Config], rows: Sequence[tables.Row]) -> Markup:
-    """HTML that explains the marks in `rows`, names the parents of branches, and warns of KLs to different policies."""
+    """HTML that explains the marks in `rows`, names the parents of branches, and warns if the configs' KLs are to
+    different reference policies."""
     return _filled("notes", configs, any(row.ranks for row in rows), SEEDS_TO_RANK, _anchor_letters(configs))
 
 
 def _number(x: float) -> str:
-    """Three digits: 12,345 · 123 · 1.23 · 0.0123 · 3.6e−7."""
+    """The number as text, with two or three digits, or all before the point: 12,345 · 123 · 1.23 · 0.0012 · 3.6e−7."""
     size = float(f"{abs(x):.2e}")
     if not x or not math.isfinite(x):
         text = "0" if x == 0 else str(x)
@@ -136,7 +133,7 @@ def _cost(amount: float, axis: str) -> str:
 
 
 def _filled(macro: str, *values: Any) -> Markup:
-    """The HTML of a macro of `web/tables.html`."""
+    """The HTML of a macro of `web/tables.html`, whose arguments are `values`."""
     return getattr(_templates().get_template("tables.html").module, macro)(*values)
 
 
@@ -157,7 +154,8 @@ def _templates() -> jinja2.Environment:
 
 
 def _page_data(configs: Sequence[Config], *, rollout_steps: int) -> tuple[dict[str, Any], list[str]]:
-    """(Data of figures and rollouts for JSON, packed rollouts). The data name packed rollouts by their indices."""
+    """Returns the data of figures and rollouts, as JSON can hold them, and the `Rollouts.packed` of all rollout files
+    that are shown. The data name a packed text by its index."""
     chunks: list[str] = []
     numbers = []
     shown = []
@@ -185,12 +183,10 @@ def _page_data(configs: Sequence[Config], *, rollout_steps: int) -> tuple[dict[s
 
 
 def dynamics(configs: Sequence[Config]) -> list[Json]:
-    """[{"title": text, "unit": text, "curves": one for each config}] of the panels of `DYNAMICS` that any run has.
-
-    A curve is None if the config's runs lack the metric. Else it has lists over at most `POINTS` steps that all of its
-    seeds have: "steps"; "mean", "low" and "high" of the seeds' moving averages; "raw", the mean without moving
-    averages. "held_out", the points [step, mean] of the panel's second metric, is there if the panel has one.
-    """
+    """[{"title": text, "unit": text, "curves": one for each config}] of the panels of `DYNAMICS` that any run has. A
+    curve is None if the config's runs lack the metric. Else it has lists over at most `POINTS` steps, evenly among the
+    steps that all seeds with the metric have: "steps"; "mean", "low" and "high" of the seeds' moving averages; "raw",
+    the mean without moving averages. If the panel has a second metric, "held_out" has its points [step, mean]."""
     curves = {panel: [_curve(c, panel) for c in configs] for panel in DYNAMICS}
     differ = "; anchors differ: do not compare" if len({tables.anchor(c) for c in configs}) > 1 else ""
     units = {panel: panel.unit + differ * (panel.key == "kl") for panel in curves}
@@ -198,13 +194,12 @@ def dynamics(configs: Sequence[Config]) -> list[Json]:
 
 
 def timing(configs: Sequence[Config]) -> Json:
-    """Mean seconds of each part of a step, over all timed steps but each run's first, which compiles.
-
-    Evaluations and checkpoints come between steps; their time is spread over all steps.
+    """Mean seconds of each part of a step, over all timed steps but each run's first, which compiles. Evaluations and
+    checkpoints come between steps; their time is spread over all steps.
 
     Returns {"parts": names in order, "rows": one for each config}. A row is None without such steps, else {"seconds":
-    [one for each part], "total": seconds of a step, "tokens_per_second": rate, "compiling": seconds in all of a run}.
-    """
+    [one for each part], "total": seconds of a step with its share of evaluations and checkpoints, "tokens_per_second":
+    the rate within steps, "compiling": seconds of all compilations of a run, the mean over runs}."""
     timed = [[r for run in c.runs for r in [r for r in run.records if "seconds" in r][1:]] for c in configs]
     keys = dict.fromkeys(k for own in timed for r in own for k in r if k.startswith("time/") and k not in COMPILING)
     rows = [_times(c, own, list(keys)) if own else None for c, own in zip(configs, timed, strict=True)]
@@ -257,10 +252,8 @@ def _embedded(data: Any) -> str:
 
 
 def _axis(budget: Budget, configs: Sequence[Config]) -> dict[str, Any]:
-    """The data of an axis of the figures: its unit, the budget, and the costs of each config by step, from step 0.
-
-    A cost is the mean over the config's runs; the last step is the last that all of them have reached.
-    """
+    """The data of an axis of the figures: its unit, the budget, and the costs of each config by step, from step 0, both
+    in this unit. A cost is the mean over the config's runs; the last step is the last that all runs have reached."""
     costs = []
     for config in configs:
         last = int(min(run.spent("steps") for run in config.runs))
@@ -274,5 +267,5 @@ def _axis(budget: Budget, configs: Sequence[Config]) -> dict[str, Any]:
 
 
 def _hash(text: str) -> str:
-    """The name of an inline script or style in a content security policy."""
+    """The name of an inline script or style, whose content is `text`, in a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

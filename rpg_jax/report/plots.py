@@ -31,10 +31,8 @@ COLOURS = ("#2a6db0", "#d1495b", "#2e8b57", "#e09f3e", "#7b4ea3", "#4a4a4a", "#1
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """A picture of the metric `key`, shown as `scale` times its value in `unit`.
-
-    The metric `held_out` ("": none) is drawn as markers. `limits` are the ends of the vertical axis (None: as drawn).
-    """
+    """A picture of the metric `key`, shown as `scale` times its value in `unit`. The metric `held_out` ("": none) is
+    drawn as markers, on the same scale. `limits` are the ends of the vertical axis (None: as the values need)."""
 
     title: str
     unit: str
@@ -84,7 +82,7 @@ DRIFT_PANELS = (  # the panels of each held-out set, where a run measured its dr
 def empty_figure(
     width: float, height: float, *, dpi: int = 120, w_pad: float | None = None, h_pad: float | None = None
 ) -> Figure:
-    """A white figure of `width` x `height` inches. `w_pad` and `h_pad` are inches around each panel (None: 0.04)."""
+    """Makes a white figure of `width` x `height` inches. `w_pad`, `h_pad`: inches around each panel (None: 0.04)."""
     ours = "matplotlib" not in sys.modules
     import matplotlib
     from matplotlib.figure import Figure
@@ -97,7 +95,8 @@ def empty_figure(
 
 
 def tidy(axes: Axes, title: str, *, title_pad: float | None = None, grid: Literal["both", "x", "y"] = "both") -> None:
-    """Titles axes, and removes all lines around them but the bottom line. Adds a light grid. `title_pad`: in points."""
+    """Titles axes, removes the lines at their top, left and right, and adds a light grid along `grid`. `title_pad` is
+    the distance of the title in points (None: matplotlib's)."""
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=title_pad)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -107,7 +106,8 @@ def tidy(axes: Axes, title: str, *, title_pad: float | None = None, grid: Litera
 
 
 def png(figure: Figure) -> bytes:
-    """The bytes of the PNG of a figure, drawn without a display. A $ in a text is drawn as $: no text is a formula."""
+    """Draws a figure without a display, and returns the bytes of the PNG. A $ in a text is drawn as $: the figure's
+    texts are set so that none is a formula."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
     from matplotlib.ticker import LogFormatter
@@ -125,7 +125,7 @@ def png(figure: Figure) -> bytes:
 
 
 def name_axes(axes: Axes, title: str, below: str) -> None:
-    """Titles axes, names the horizontal axis `below`, removes all lines around the axes but the lowest, adds a grid."""
+    """Titles and tidies axes as `tidy` does, and names the horizontal axis `below`."""
     tidy(axes, title)
     axes.set_xlabel(below, color=MUTED, fontsize=9)
 
@@ -139,7 +139,8 @@ def legend_below(figure: Figure) -> None:
 
 
 def smooth(values: np.ndarray, width: int | None = None) -> np.ndarray:
-    """The centred moving average f64[n] over `width` values (None: a twentieth of all), at the ends over fewer."""
+    """The centred moving average f64[n] of f64[n] over `width` values, at the ends over fewer. None: a twentieth of n,
+    as an odd number. With a width or an n below 2 it returns `values` itself."""
     width = len(values) // 20 | 1 if width is None else width  # odd, so that the window has a centre
     if width < 2 or len(values) < 2:
         return values
@@ -148,7 +149,8 @@ def smooth(values: np.ndarray, width: int | None = None) -> np.ndarray:
 
 
 def shared_points(curves: Iterable[Mapping[int, float]]) -> tuple[list[int], np.ndarray]:
-    """The sorted xs that all non-empty curves {x: y} share, and the ys there, f64[C, xs] of the C non-empty curves."""
+    """The sorted xs that all non-empty curves {x: y} share, and their ys there, f64[C, len(xs)] of C non-empty curves.
+    Without a curve that is not empty: [] and an empty array."""
     kept = [curve for curve in curves if curve]
     xs = sorted(set.intersection(*map(set, kept))) if kept else []
     return xs, np.array([[curve[x] for x in xs] for curve in kept])
@@ -160,11 +162,9 @@ def curves_of(runs: Iterable[Run], metric: str) -> list[dict[int, float]]:
 
 
 def draw_curves(run: Run) -> Path:
-    """Writes `curves.png` into the folder that a run was read from, and returns the picture's path.
-
-    Raw values are thin lines, their centred moving averages are bold, held-out evaluations are markers. The panel of a
-    metric that the run does not have stays empty. Raises ValueError if the run has no step.
-    """
+    """Writes `curves.png` into the folder that a run was read from, and returns the picture's path. Raw values are thin
+    lines, their centred moving averages are bold, held-out evaluations are markers. The panel of a metric that the run
+    does not have says "not logged". Raises ValueError if the run has no step."""
     assert run.folder is not None
     if not (records := run.records):
         raise ValueError(f"no steps to draw: {run.folder / 'metrics.jsonl'} is missing or empty; run at least one step")
@@ -218,17 +218,18 @@ def _draw_panel(axes: Axes, panel: Panel, records: Sequence[Mapping[str, Any]]) 
 
 
 def _last(axes: Axes, text: str, color: str, height: float) -> None:
-    """Writes the latest value above the panel, where the text covers no data."""
+    """Writes `text` above the panel, where it covers no data; `height` is in heights of the panel, from its bottom."""
     axes.text(1, height, text, transform=axes.transAxes, ha="right", fontsize=9.5, fontweight="bold", color=color)
 
 
 def draw_scores(last: Mapping[str, Values], compared_with: Mapping[str, str]) -> bytes:
-    """PNG: Last, Mean@k after the last step, of each held-out set. A row has its mean, 95 % interval, a dot a seed.
+    """Draws Last, Mean@k after the last step, of each held-out set, and returns the PNG. A row has its mean over seeds,
+    the 95 % interval, and a dot for each seed.
 
     Args:
       last: {held-out set: {row: {seed: Last in %}}}.
-      compared_with: {row: the row that it is compared with, maybe itself}. A row that others are compared with has
-        another colour, and a line at its mean.
+      compared_with: {row: the row that it is compared with, maybe itself}, in the order of the picture. A row with
+        which a row is compared has another colour, and a line at its mean beside the rows that are compared with it.
     """
     rows = list(compared_with)
     figure = empty_figure(4.2 * len(last) + 1.5, 0.34 * len(rows) + 1.6)
@@ -252,21 +253,18 @@ def draw_scores(last: Mapping[str, Values], compared_with: Mapping[str, str]) ->
 
 
 def draw_dynamics(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> bytes:
-    """PNG: accuracy on each of the held-out `sets`, then the metrics of `TABLE_PANELS` that any run has, by step.
-
-    `rows` is {row: its runs, one a seed}. Only the first ten rows are drawn.
-    """
+    """Draws accuracy on each of the held-out `sets`, then the metrics of `TABLE_PANELS`, by step, and returns the PNG.
+    A metric that no run has is left out. `rows` is {row: its runs, one a seed}. Only the first ten rows are drawn."""
     held_out = [Panel(name, "Mean@k in %", f"eval/{name}/mean_at_k", 100) for name in sets]
     panels = [panel for panel in (*held_out, *TABLE_PANELS) if _any_has(rows, panel.key)]
     return _draw_rows(rows, panels, columns=3)
 
 
 def draw_drift(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> bytes | None:
-    """PNG: accuracy, entropy, length and KL to the initial policy on each of the held-out `sets`, by step.
-
-    `rows` is {row: its runs, one a seed}. Only the first ten rows are drawn. None if no run has this KL, for which the
-    config field `evaluation.drift` asks. Its error bars are ± 2 standard errors over prompts, averaged over seeds.
-    """
+    """Draws accuracy, entropy, length and KL to the initial policy on each of the held-out `sets`, by step, and returns
+    the PNG; None if no run has this KL, for which the config field `evaluation.drift` asks. The error bars of the KL
+    are ± 2 standard errors over prompts, averaged over seeds. `rows` is {row: its runs, one a seed}. Only the first ten
+    rows are drawn."""
     if not any(_any_has(rows, f"eval/{name}/initial_kl") for name in sets):
         return None
     panels = [
@@ -282,7 +280,8 @@ def _any_has(rows: Mapping[str, Sequence[Run]], metric: str) -> bool:
 
 
 def _draw_rows(rows: Mapping[str, Sequence[Run]], panels: Sequence[Panel], *, columns: int) -> bytes:
-    """PNG of the panels, `columns` side by side: a line and a band for each row, and its errors if it has any."""
+    """PNG of the panels, `columns` side by side: for each row a line and a band, and error bars if the row's runs have
+    the metric `key`_error at the same steps."""
     lines = math.ceil(len(panels) / columns)
     figure = empty_figure(1 + 4 * columns, 3.2 * lines)
     for place, panel in enumerate(panels, start=1):

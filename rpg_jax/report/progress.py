@@ -42,11 +42,9 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Shows how far a run is, as a context manager: a live bar on a terminal, elsewhere plain lines.
-
-    `Progress(120)` counts steps to 120. `Progress(goal=0.55, title="warm start")` shows how near the accuracy is to the
-    goal, where the number of steps is not known. If a step lacks a metric, its last value stays on the screen.
-    """
+    """Shows how far a run is, as a context manager: a live bar on a terminal, elsewhere plain lines. `Progress(120)`
+    counts steps to 120. `Progress(goal=0.55, title="warm start")` shows how near the accuracy is to the goal, where the
+    number of steps is not known. If a step lacks a metric, the metric's last value stays on the screen."""
 
     def __init__(
         self,
@@ -60,10 +58,9 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Raises ValueError unless either `total`, a number of steps, or `goal`, an accuracy, is given.
-
-        `first` steps were done by an earlier process. `title` names the work, `unit` a step of it. Plain lines are at
-        least `every` seconds apart, and go to `stream` (None: stderr). `clock` returns the time in seconds.
+        """Raises ValueError unless either `total`, a number of steps, or `goal`, an accuracy, is given. `first` steps
+        were done by an earlier process. `title` names the work, `unit` a step of the work. Bar and lines go to `stream`
+        (None: stderr). Plain lines but the last are at least `every` seconds apart. `clock` gives the time in seconds.
         """
         if (total is None) == (goal is None):
             raise ValueError(f"give either total (steps) or goal (an accuracy), got {total=} and {goal=}")
@@ -89,10 +86,9 @@ class Progress:
             self._print_line()
 
     def update(self, step: int, metrics: Mapping[str, float], *, title: str | None = None) -> None:
-        """Shows step `step` (1 is the first) as done, and those of `metrics` that are in `SHOWN`.
-
-        `title` takes the place of the title; None changes nothing.
-        """
+        """Shows that the step with the number `step` is done (1 is the first), and the `metrics` that are in `SHOWN` or
+        part of the reward (reward/NAME). `title` takes the place of the title; None changes nothing. A later call with
+        the same step adds metrics."""
         self.title = self.title if title is None else title
         now, is_new = self._clock(), step > self.step
         if is_new:
@@ -123,7 +119,8 @@ class Progress:
         return [text for key, text in shown.items() if key != in_headline]
 
     def time_left(self) -> str:
-        """As "3 min 05 s left", by the median time of recent steps; "" without a total, before 2 steps, at the end."""
+        """A text as "3 min 05 s left", by the median time of recent steps; "" without a total, before two steps are
+        shown, and at the end."""
         if not self.total or not self._seconds or self.step == self.total:
             return ""
         return f"{duration(max(self.total - self.step, 0) * median(self._seconds))} left"

@@ -52,7 +52,8 @@ class Rollouts:
 
     @classmethod
     def read(cls, file: Path) -> Rollouts:
-        """Reads a file. Raises ValueError, which names the file, if it is missing, or is not a whole rollout file."""
+        """Reads a file. Raises ValueError, which names the file, if the file is missing, is not a whole rollout file,
+        or unpacks to more than 256 MiB."""
         try:
             with zipfile.ZipFile(file) as packed:  # a small file may unpack to any size
                 if sum(member.file_size for member in packed.infolist()) > MOST_BYTES:
@@ -79,11 +80,9 @@ class Rollouts:
 
     @functools.cached_property
     def packed(self) -> str:
-        """What the page embeds of the file: base64 of gzipped bytes, all little-endian.
-
-        In order: u32 length of a JSON header; the header, padded to a multiple of 4 bytes; for each of `NUMBERS` its 4
-        byte planes (n bytes each); i32[n] pieces; u8[n] clip states.
-        """
+        """What the page embeds of the file: base64 of gzipped bytes, all little-endian. In order: u32, the bytes of the
+        padded header; a JSON header, padded to a multiple of 4 bytes; for each of `NUMBERS` its 4 byte planes (n bytes
+        each); i32[n] pieces; u8[n] clip states."""
         t, first = self.text, np.cumsum(self.lengths) - self.lengths  # the index of each completion's first token
         header = {
             **{name: t[name] for name in ("step", "weights", "pieces", "clip_states", "groups")},
@@ -109,7 +108,7 @@ class Rollouts:
 
     @staticmethod
     def _turns(turns: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The parts of a conversation that the page shows; None for a completion of one turn."""
+        """What the page shows of a conversation: `spans`, `rewards` and `error`; None for a completion of one turn."""
         if turns is None:
             return None
         rewards = [float(f"{r:.4g}") for r in np.nan_to_num(turns["rewards"])]
@@ -124,7 +123,7 @@ def files(run_dir: Path, *, steps: int) -> list[Path]:
 
 
 def read_all(found: Sequence[Path]) -> Iterator[Rollouts]:
-    """Yields the rollouts of each file that can be read, in order. A line on stderr names each of the others."""
+    """Yields the rollouts of each file that can be read, in order. A line on stderr names each other file."""
     for file in found:
         try:
             yield Rollouts.read(file)
@@ -133,15 +132,15 @@ def read_all(found: Sequence[Path]) -> Iterator[Rollouts]:
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """At most `most` of the numbers 0 … count − 1, sorted: the first, the last, and others evenly between them."""
+    """At most `most` of the numbers 0 … count − 1, sorted: the first, the last, and others evenly between them; of one
+    number, the first."""
     return sorted({round(place) for place in np.linspace(0, count - 1, min(most, count)).tolist()})
 
 
 def scales(numbers: list[dict[str, np.ndarray]]) -> dict[str, float]:
-    """{name in `NUMBERS`: value at which its colours end}. `numbers` has this attribute of several `Rollouts`.
-
-    The value is 1, 2 or 5 times a power of ten, and at least as large as 95 % of the absolute numbers; 1 without any.
-    """
+    """{name in `NUMBERS`: value at which the colours of this number end}. `numbers` has `Rollouts.numbers` of several
+    files. The value is the least of 1, 2 or 5 times a power of ten that reaches the 0.95 quantile of the absolute
+    values, to 0.1 %; 1 if the quantile is 0 or no value is finite."""
     found = {}
     for name in NUMBERS:
         values = np.abs(np.concatenate([n[name] for n in numbers])) if numbers else np.zeros(0)
@@ -153,7 +152,7 @@ def scales(numbers: list[dict[str, np.ndarray]]) -> dict[str, float]:
 
 
 def _planes(values: np.ndarray) -> bytes:
-    """Lays out f32[n] as 4 rows of n bytes; the lowest bits are rounded away."""
+    """Lays out f32[n] as 4 rows of n bytes, the lowest byte of all numbers first; rounds the 12 lowest bits to 0."""
     bits = np.ascontiguousarray(values, "<f4").view("<u4")
     rounded = np.where(np.isfinite(values), (bits + np.uint32(0x800)) & np.uint32(0xFFFFF000), bits).astype("<u4")
     return rounded.view(np.uint8).reshape(-1, 4).T.tobytes()

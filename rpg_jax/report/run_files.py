@@ -42,13 +42,10 @@ class Line(NamedTuple):
 
 
 def read_lines(path: Path) -> tuple[list[Line], bytes]:
-    """The lines of a JSON-lines file, and the bytes of a last line that a kill or a full disk cut short, else b"".
-
-    A last line that is a JSON object is whole, even without its line break. A missing file gives ([], b"").
-
-    Raises ValueError if `path` is a folder or has more than 1 GiB, or if another line is no JSON object: then the
-    message has the file and the number of the line.
-    """
+    """The lines of a JSON-lines file, and the bytes of a last line that a kill or a full disk cut short, else b"". A
+    last line that is a JSON object is whole, even without its line break. A missing file gives ([], b""). Raises
+    ValueError if `path` is a folder or has more than 1 GiB, or if another line is no JSON object: then the message has
+    the file and the number of the line."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder and not a file of JSON lines: move it away")
     try:
@@ -73,19 +70,16 @@ def _record(path: Path, number: int, content: bytes) -> dict[str, Any]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, without a last line that was cut short; [] if there is no file.
-
-    Raises ValueError if `path` is a folder or has more than 1 GiB, or if another line is no JSON object.
-    """
+    """The objects of a JSON-lines file, without a last line that was cut short; [] if there is no file. Raises
+    ValueError if `path` is a folder or has more than 1 GiB, or if another line is no JSON object."""
     return [line.record for line in read_lines(path)[0]]
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The records {"step": step, metric: value} of `run_dir`/metrics.jsonl, sorted by step; [] without this file.
-
-    A resumed run can log a step again: its later record counts. Objects without "step" and a last line that was cut
-    short are left out. Raises ValueError, which names the file, if it is a folder or has more than 1 GiB, or if another
-    line is no JSON object, or has a step outside 0 … 10¹², or a metric that is no number up to 1e30, no bool, no null.
+    """The records {"step": step, metric: value} of `run_dir`/metrics.jsonl, sorted by step; [] without this file. A
+    resumed run can log a step again: the later record counts. Objects without "step" and a last line that was cut short
+    are left out. Raises ValueError, which names the file, if the file is a folder or has more than 1 GiB, or if another
+    line is no JSON object, has a step outside 0 … 10¹², or a metric other than a number up to 1e30, nan, bool or null.
     """
     by_step = {}
     for record in read_jsonl(run_dir / "metrics.jsonl"):
@@ -105,12 +99,14 @@ def _is_metric(key: str, value: Any) -> bool:
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """The config in `run_dir`/config.json as nested dicts; {} without this file. Raises ValueError if it is damaged."""
+    """The config in `run_dir`/config.json as nested dicts; {} without this file. Raises ValueError if the file is no
+    JSON object."""
     return read_if_there(run_dir / "config.json")
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested dicts as one dict. A key is `prefix` and a dotted name, such as "model.size"."""
+    """The values of nested dicts as one dict. A key is `prefix` and a dotted name, such as "model.size". An empty dict
+    within `tree` leaves no entry."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
@@ -130,7 +126,7 @@ class Run:
 
     Attributes:
       name: the name of the run's folder.
-      seed: the seed of the run; None if the run has not written its config.
+      seed: the config field `seed`; None if the run has not written its config.
       config: {dotted name: value} of the resolved config; {} if the run has not written its config.
       records: {"step": step, metric: value} for each step, sorted by step. The record of step 0 has only evaluations.
       folder: the run's folder; None if the run was read from kept numbers.
@@ -138,7 +134,7 @@ class Run:
       versions: what `versions.json` holds: commit, packages, Python, devices; {} if the run has not written this file.
       start: checksum of the weights before the first step; "" if unknown.
       problems: {held-out set: digest of its problems}; {} if unknown.
-      parent: the run and the step from which the run began, as "runs/A@100"; "" for a run that began anew.
+      parent: the folder and step of the run from which a branch began, as "/home/me/runs/A@100"; "" for other runs.
     """
 
     name: str
@@ -154,7 +150,8 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path, row: str = "") -> Run:
-        """Reads the folder of a run. Files that are missing leave attributes empty; damaged ones raise ValueError."""
+        """Reads the folder of a run, for the row `row` of a table. A missing file leaves its attributes empty, a
+        damaged file raises ValueError."""
         config = flat(read_config(folder))
         versions, inputs = read_if_there(folder / "versions.json"), read_if_there(folder / INPUTS)
         start, parent = (str(inputs.get(name, "")) for name in (START, PARENT))
@@ -165,7 +162,7 @@ class Run:
 
     @property
     def begun(self) -> int:
-        """The step before the first trained step: 0, or the step in `parent`, from which a branch began."""
+        """The step before the first trained step: the step in `parent` for a branch, whose steps count on; else 0."""
         step = self.parent.rpartition("@")[2]
         return int(step) if step.isdecimal() and len(step) < 13 else 0
 
@@ -181,10 +178,8 @@ class Run:
 
     @functools.cached_property
     def evaluations(self) -> dict[str, list[dict[str, Any]]]:
-        """{held-out set: [{"step": step, score: value} for each evaluation, in the order of steps]}.
-
-        The scores are mean_at_k, pass_at_k, maj_at_k, k, …; in `records` they are the metrics `eval/<set>/<score>`.
-        """
+        """{held-out set: [{"step": step, score: value} for each evaluation, in the order of steps]}. The scores are
+        mean_at_k, pass_at_k, maj_at_k, k, …; in `records` they are the metrics `eval/<set>/<score>`."""
         found: dict[str, list[dict[str, Any]]] = {}
         for record in self.records:
             by_set: dict[str, dict[str, Any]] = {}
@@ -199,10 +194,8 @@ class Run:
 
     def scores(self, until: int | None = None) -> Scores:
         """{held-out set: {"last", "best", "pass", "step": value}} by the evaluations up to step `until` (None: all).
-
         `last` is Mean@k of the last evaluation, in [0, 1], `pass` is its pass@k, and `step` is its step. `best` is the
-        largest Mean@k, as the paper defines Best. A set without such an evaluation is missing.
-        """
+        largest Mean@k, as the paper defines Best. A set without an evaluation up to `until` is missing."""
         scores = {}
         for name, records in self.evaluations.items():
             if counted := [record for record in records if until is None or record["step"] <= until]:
@@ -212,19 +205,19 @@ class Run:
         return scores
 
     def late(self, metric: str, until: int | None = None) -> float:
-        """Mean of a metric over the last third of trained steps to `until` (None: all) that have it; nan if none."""
+        """Mean of a metric over the last third of those trained steps up to `until` (None: all) that have the metric;
+        nan if no step has the metric."""
         values = series((r for r in self.trained if until is None or r["step"] <= until), metric)[1]
         third = values[-max(1, len(values) // 3) :]
         return sum(third) / len(third) if third else math.nan
 
     @functools.cached_property
     def costs(self) -> dict[str, dict[int, float]]:
-        """{axis: {step: cost from the start of the run to the end of the step}}, from step 0, which costs nothing.
-
-        The axes are "steps", "updates", "completions" (generated, with those that dynamic sampling drops), and
-        "seconds" in steps, without evaluations and checkpoints. An axis is missing if a step does not record it. The
-        seconds of a step that compiled are replaced by the median of the other steps: compiled programs may be of an
-        earlier run, or compilation may have begun before the step.
+        """{axis: {step: cost from the start of the run to the end of the step}}, from step 0, which costs nothing. The
+        axes are "steps", "updates", "completions" (generated, with those that dynamic sampling drops), and "seconds" in
+        steps, without evaluations and checkpoints. Of a branch, "steps" and "updates" count those of its parents too.
+        An axis is missing if a step does not record it. The seconds of a step that compiled are replaced by the median
+        of the other steps: compiled programs may be of an earlier run, or compilation may have begun before the step.
         """
         records = self.trained
         steps = [record["step"] for record in records]
@@ -242,7 +235,8 @@ class Run:
         return {axis: {0: 0.0, **dict(zip(steps, spent, strict=True))} for axis, spent in found.items()}
 
     def spent(self, axis: str, step: int | None = None) -> float:
-        """The cost on an axis of `costs` to the end of `step`, or of the last recorded step before it; None: of all."""
+        """The cost on an axis of `costs` up to the end of `step`, or of the last recorded step before `step`; None: up
+        to the end of the last recorded step. KeyError if `costs` lacks the axis."""
         steps = list(self.costs[axis])
         return self.costs[axis][steps[-1 if step is None else bisect.bisect(steps, step) - 1]]
 

@@ -23,12 +23,8 @@ from rpg_jax.rewards.verdicts import CHANCE
 
 def mean_at_k(correct: Sequence[ArrayLike]) -> np.ndarray:
     """Accuracy of each of P problems, (1/n_p) Σ_i correct_pi: f64[P]. Its mean is Mean@k, the paper's headline number.
-
-    Args:
-      correct: P sequences, of a verdict, 1 or 0, for each of the n_p completions of problem p.
-
-    Raises ValueError if there is no problem, if a problem has no verdict, or if a verdict is not 0 or 1.
-    """
+    `correct` has P sequences: of problem p a verdict, 1 or 0, for each of n_p completions. Raises ValueError if there
+    is no problem, if a problem has no verdict, or if a verdict is not 0 or 1."""
     return np.array([np.mean(verdicts) for verdicts in _checked(correct)])
 
 
@@ -36,11 +32,9 @@ def pass_at_k(correct: Sequence[ArrayLike], k: int) -> np.ndarray:
     """Probability that at least one of k completions is correct: 1 - C(n - c, k) / C(n, k) for each problem, f64[P].
 
     c of a problem's n completions are correct. The estimate is unbiased for any k <= n. Drawing k of the n with
-    replacement, or 1 - (1 - c/n)**k, would be biased. `correct` has, for each of P problems, the n verdicts 1 or 0.
+    replacement, or 1 - (1 - c/n)**k, would be biased. `correct` has, for each of P problems, its n verdicts 1 or 0.
 
-    Raises ValueError if k is not in [1, n] for some problem, if there is no problem, or if a verdict is not 0 or 1.
-
-    Source: arXiv:2107.03374 eq. 1.
+    Raises ValueError if k is not in [1, n] for some problem, and as `mean_at_k`. Source: arXiv:2107.03374 eq. 1.
     """
     estimates = []
     for p, verdicts in enumerate(_checked(correct)):
@@ -90,7 +84,7 @@ def interval(by_problem: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
 
     With the mean m and the sum of squares S = Σ_p (x_p − m)²,
       D = (S + 1) / (P m (1 − m) + 1), the variance between problems as a share of that of verdicts 0 and 1,
-      N = P / D, the number of independent verdicts with as much information, from P up to P k,
+      N = P / D, the number of independent verdicts with as much information: from P on, about P k for like problems,
       c = (N m + 2) / (N + 4),
       c ± t · sqrt(c (1 − c) / (N + 3)), t the 0.975 quantile of Student's t with P + 3 degrees of freedom.
     This is the usual interval of a mean after two right and two wrong verdicts are added: the 1 in D, and the 2 and the
@@ -123,11 +117,9 @@ def interval(by_problem: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
 
 
 def estimate(by_problem: ArrayLike) -> dict[str, float | None]:
-    """A score in [0, 1] from the scores f64[P] of its problems, as JSON can hold it.
-
-    Returns {"value": the mean over problems, "standard_error": of this mean, None for a single problem, "low" and
-    "high": the ends of its 95 % interval}. Raises ValueError if there is no problem, or a score is outside [0, 1].
-    """
+    """A score in [0, 1] from the scores f64[P] of its problems, as JSON can hold it: {"value": the mean over problems,
+    "standard_error": of this mean, None for a single problem, "low" and "high": the ends of its 95 % `interval`}.
+    Raises ValueError if there is no problem, or a score is outside [0, 1]."""
     low, high = interval(by_problem)
     error = clustered_standard_error(by_problem)
     value, known = float(np.asarray(by_problem).mean()), None if np.isnan(error) else error
@@ -135,10 +127,8 @@ def estimate(by_problem: ArrayLike) -> dict[str, float | None]:
 
 
 def length_statistics(lengths: ArrayLike, finish_reasons: Sequence[str]) -> dict[str, float]:
-    """{length_mean, length_median, length_q95, length_max} in tokens, and `truncated`, the share of reasons but "stop".
-
-    Raises ValueError if there is no length, or not one finish reason for each.
-    """
+    """{length_mean, length_median, length_q95, length_max} in tokens, and `truncated`, the share of completions whose
+    finish reason is not "stop". Raises ValueError if there is no length, or not one finish reason for each."""
     lengths = np.asarray(lengths)
     if len(lengths) != len(finish_reasons) or len(lengths) == 0:
         raise ValueError(f"{len(lengths)} lengths and {len(finish_reasons)} finish reasons: give one of each, or more")
@@ -170,13 +160,12 @@ def _checked(correct: Sequence[ArrayLike]) -> list[np.ndarray]:
 
 
 def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The scores of a held-out set from the records of its completions, as JSON can hold them.
-
-    Returns {"scores": {"Mean@4": {value, standard_error, low, high}, …}, …}: Mean@k, unbiased pass@1, 2, 4, … k and
-    maj@k. Beside the scores are problems, completions, k (a list if problems differ), reward (the mean), lengths (in
-    tokens), verdicts (by kind), without_answer (a number), by_problem (a dict for each). If problems have different
-    numbers of completions, pass@k goes up to the smallest number; Mean and maj take all completions.
-    """
+    """The scores of a held-out set from the records of its completions, as JSON can hold them: {"scores": {"Mean@4":
+    {value, standard_error, low, high}, …}, …}, with Mean@k, unbiased pass@1, 2, 4, … k and maj@k. Beside the scores are
+    problems and completions (numbers), k (a list if problems differ), reward (the mean), lengths (`length_statistics`),
+    verdicts (numbers by kind), without_answer (a number), by_problem (a dict for each). If problems have different
+    numbers of completions, pass@k goes up to the smallest number; Mean and maj take all completions. Raises ValueError
+    without a record."""
     correct, answers, problems = _columns(records)
     counts = sorted({len(rows) for rows in problems})
     label = str(counts[0]) if len(counts) == 1 else f"{counts[0]}–{counts[-1]}"
@@ -210,12 +199,11 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The metrics that training logs for a held-out set, from the records of k completions of each problem.
-
-    They are mean_at_k and its standard_error over problems, pass@1, 2, 4, … k, pass_at_k, maj_at_k, k, mean reward,
-    mean completion_length in tokens, the share truncated by a limit, and no_verdict, the number without a verdict,
-    which count as wrong. For conversations also the mean number of turns, and the share that the environment failed.
-    """
+    """The metrics that training logs for a held-out set, from the records of k completions of each problem: mean_at_k
+    and its standard_error over problems (nan for one problem), pass@1, 2, 4, … k, pass_at_k, maj_at_k, k, mean reward,
+    mean completion_length in tokens, truncated, the share that a limit cut off, and no_verdict, the number of verdicts
+    in `CHANCE`, which count as wrong. For conversations also the mean number of turns, and failed, the share that the
+    environment failed. Raises ValueError without a record."""
     correct, answers, _ = _columns(records)
     mean, k = mean_at_k(correct), len(correct[0])
     lengths = length_statistics([r["tokens"] for r in records], [r["finish_reason"] for r in records])
@@ -234,7 +222,8 @@ def metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def without_verdict(name: str, records: Sequence[Mapping[str, Any]]) -> str:
-    """A line that counts the records of the set `name` without a verdict, by cause, as timeout; "" if all have one."""
+    """A line that counts, by cause, as timeout, the records of the set `name` without a verdict: the kinds in `CHANCE`.
+    "" if all have a verdict."""
     kinds = Counter(r["verdict"] for r in records if r["verdict"] in CHANCE)
     counted = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     said = (
@@ -251,10 +240,8 @@ def _of_conversations(played: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def one_row_a_set(by_set: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """The table that fits a screen: Mean@k of every set with its standard error; pass@k and maj@k if k > 1.
-
-    `by_set` is {set: what `summarise` returns}. The result has the header, then a row of texts for each set.
-    """
+    """The table that fits a screen, as rows of texts: the header, then for each set its problems and Mean@k with
+    standard error and interval; pass@k and maj@k if k > 1. `by_set` is {set: what `summarise` returns}."""
     labels = {next(iter(summary["scores"])).partition("@")[2] for summary in by_set.values()}
     label = labels.pop() if len(labels) == 1 else "k"
     several = [f"pass@{label}", f"maj@{label}"] if label != "1" else []
@@ -277,9 +264,7 @@ def overview(by_set: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 
 def markdown(title: str, settings: Mapping[str, Any], by_set: Mapping[str, Mapping[str, Any]]) -> str:
     """The page of an evaluation in Markdown: all scores; lengths, verdicts and every problem of each set; `settings`.
-
-    `by_set` is {set: what `summarise` returns}. The page ends with a line break.
-    """
+    `by_set` is {set: what `summarise` returns}. The page ends with a line break."""
     head, *rows = overview(by_set)
     parts = [f"# {prose(title)}", markdown_table(head, [[prose(row[0]), *row[1:]] for row in rows])]
     for name, summary in by_set.items():
@@ -310,7 +295,7 @@ def markdown(title: str, settings: Mapping[str, Any], by_set: Mapping[str, Mappi
 
 
 def _columns(records: Sequence[Mapping[str, Any]]) -> tuple[list, list, list]:
-    """Verdicts, answers and records by problem."""
+    """For each problem, in order, its verdicts as bools, its answers, and its records: three lists of lists."""
     problems = [list(rows) for _, rows in itertools.groupby(records, key=lambda r: r["prompt_id"])]
     correct = [[r["verdict"] == "right" for r in rows] for rows in problems]
     return correct, [[r["answer"] for r in rows] for rows in problems], problems

@@ -65,11 +65,9 @@ class _Plain(io.TextIOWrapper):
 
 
 def guard() -> None:
-    """Replaces `sys.stdout` and `sys.stderr`, so that what this process prints is `plain` text without colours.
-
-    A character that the locale's encoding lacks is escaped too. A second call changes nothing; nor does a call in a
-    notebook. Programs that show tables and bars take `console`.
-    """
+    """Replaces `sys.stdout` and `sys.stderr`, so that what this process prints is `plain` text without colours. A
+    character that the locale's encoding lacks is escaped too. A second call changes nothing; nor does a call in a
+    notebook. Programs that show tables and bars take `console`."""
     for name in ("stdout", "stderr"):
         if type(stream := getattr(sys, name)) is io.TextIOWrapper:  # not in a notebook, nor under pytest
             stream.reconfigure(errors="backslashreplace")
@@ -83,7 +81,8 @@ class _Console(Console):
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """A console of rich on `stream` (None: stdout), whose texts are `plain` and hold no markup; it may use colours."""
+    """A console of rich on `stream` (None: stdout), at least 40 columns wide. Its texts are `plain`, and markup in them
+    is shown as it is. It may use colours."""
     stream = sys.stdout if stream is None else stream
     stream = stream.raw if isinstance(stream, _Plain) else stream  # its colours are the console's own
     made = _Console(file=stream, markup=False, emoji=False, highlight=False)

@@ -50,9 +50,7 @@ def mean(values: Sequence[float]) -> Mean:
 
 def paired_difference(row: Mapping[int, float], baseline: Mapping[int, float]) -> Mean:
     """The mean of row − baseline, each {seed: value}, over the seeds that both have, and the differences' interval.
-
-    Raises ValueError if the two have no seed in common.
-    """
+    Raises ValueError if the two have no seed in common."""
     seeds = sorted(set(row) & set(baseline))
     if not seeds:
         raise ValueError(f"no seed in common: {sorted(row)} and {sorted(baseline)}")
@@ -66,20 +64,16 @@ def pooled(values: Values, rows: Sequence[str]) -> dict[int, float]:
 
 
 def over_starts(values: Values, rows: Sequence[str], others: Sequence[str]) -> Mean:
-    """The mean of row − other over starting weights: `rows` and `others` name one row for each start, in equal order.
-
-    Of each start, the differences in `values` are averaged over seeds first. Runs from one start
-    are not independent, so each start counts as one draw. Raises ValueError if two rows have no seed in common.
-    """
+    """The mean of row − other over starting weights: `rows` and `others` name one row of `values` for each start, in
+    equal order. For each start, the differences are averaged over seeds first. Runs from one start are not independent,
+    so each start counts as one draw. Raises ValueError if the two rows of a start have no seed in common."""
     return mean([paired_difference(values[row], values[other]).value for row, other in zip(rows, others, strict=True)])
 
 
 def tally(differences: Sequence[Mean]) -> str:
     """A sentence: how many intervals exclude 0, how many would by chance (1 in 20), how many differences are negative.
-
     Differences to one row share its runs, so their signs are not independent. A difference of one seed does not count;
-    "" if fewer than two differences count.
-    """
+    "" if fewer than two differences count."""
     known = [d for d in differences if d.seeds > 1]
     if len(known) < 2:
         return ""
@@ -91,7 +85,7 @@ def tally(differences: Sequence[Mean]) -> str:
 
 
 def ranks(values: Sequence[float]) -> list[int]:
-    """The rank of each value: 1 for the largest, 2 for the second largest; values that are equal to 1e-9 share one."""
+    """The rank of each value: 1 for the largest, 2 for the next. Values that are equal with 9 decimals share a rank."""
     distinct = sorted({round(v, 9) for v in values}, reverse=True)
     return [distinct.index(round(v, 9)) + 1 for v in values]
 

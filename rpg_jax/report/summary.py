@@ -76,7 +76,8 @@ def summary_of(run: Run) -> str:
 
 
 def closing_message(run: Run) -> str:
-    """The last lines that a run prints: its first and last scores, and the paths of its curves and summary, if any."""
+    """The last lines that a run prints: the first and the last held-out loss and accuracy of each set, if there are
+    any, and the paths of curves.png and summary.md, if they exist. "" without all of these."""
     assert run.folder is not None
     lines = []
     if losses := series(run.records, "held_out_nll")[1]:
@@ -92,7 +93,8 @@ def closing_message(run: Run) -> str:
 
 
 def _scores(by_set: Mapping[str, list[dict[str, Any]]]) -> str:
-    """Lines with Last, the score of the last evaluation, and Best, the highest score of all. Each has its step."""
+    """A table with two rows for each set: Last, the last evaluation, and Best, the evaluation with the highest Mean@k;
+    a sentence if there is no evaluation."""
     if not by_set:
         return "No evaluation yet."
     rows = []

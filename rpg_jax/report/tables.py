@@ -24,7 +24,7 @@ Json = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Runs that differ only in their seeds, places and logs; `label` tells the config from the other configs."""
+    """Runs whose configs differ only in seed, places, logs and servers; `label` tells the config from other configs."""
 
     label: str
     runs: Sequence[Run]
@@ -36,7 +36,7 @@ class Config:
 
 
 def configs_of(runs: Sequence[Run]) -> list[Config]:
-    """Groups runs by config, in the order given. A run without config.json is a config of its own."""
+    """Groups runs by config, in the order of the first run of each. Runs without config.json are grouped by name."""
     by_fields: dict[str, list[Run]] = {}
     for run in runs:
         counted = {k: v for k, v in run.config.items() if not _is_aside(k)}
@@ -46,12 +46,13 @@ def configs_of(runs: Sequence[Run]) -> list[Config]:
 
 
 def _is_aside(field: str) -> bool:
-    """Whether runs of one config may differ in a field. They may not differ in the run that they branched from."""
+    """Whether runs of one config may differ in a field: the seed, or a field of the sections `AROUND`, such as places,
+    logs and servers. They may not differ in the run that they branched from."""
     return field == "seed" or (field.startswith(AROUND) and field != START_FROM)
 
 
 def differences(configs: Sequence[Config]) -> list[Json]:
-    """[{"field": name, "values": [its text in each config]}] of fields that differ, but for seed, place and logs."""
+    """[{"field": name, "values": [its text in each config]}] of the fields, by name, in which configs differ."""
     names = dict.fromkeys(name for c in configs for name in c.fields if not _is_aside(name))
     rows = [{"field": name, "values": [_text(c.fields.get(name)) for c in configs]} for name in sorted(names)]
     return [row for row in rows if len(set(row["values"])) > 1]
@@ -70,7 +71,8 @@ def anchor(config: Config) -> str:
 
 
 def _label(run: Run, all_runs: Sequence[Run]) -> str:
-    """The name of the method, and the fields in which the run differs from other runs of the method."""
+    """The name of the method, and the first two fields, by name, in which `run` differs from another run of the method
+    in `all_runs`, with its values; "…" for further fields. Without config.json, the name of the run."""
     method = run.config.get("method")
     if method is None:
         return run.name
@@ -86,10 +88,8 @@ def _text(value: Any) -> str:
 
 
 def markdown_table(head: Sequence[object], rows: Iterable[Sequence[object]], *, numbers: Collection[int] = ()) -> str:
-    """A table in Markdown. The columns whose indices are in `numbers` are aligned to the right.
-
-    In the cells, shown by `str`, `|` is escaped and a line break becomes a blank; other markup stays.
-    """
+    """A table in Markdown. The columns whose indices are in `numbers` are aligned to the right. In the cells, shown by
+    `str`, `|` is escaped and a line break becomes a blank; other markup stays."""
     rule = ("--:" if column in numbers else "---" for column in range(len(head)))
     return "\n".join([_markdown_line(head), f"|{'|'.join(rule)}|", *map(_markdown_line, rows)])
 
@@ -101,7 +101,8 @@ def _markdown_line(cells: Sequence[object]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """The cost at which runs are compared: `amount` steps, completions or seconds, all that the cheapest run spent."""
+    """The cost at which runs are compared: `amount` steps, completions or seconds, as `axis` says. This is all that the
+    cheapest run has spent."""
 
     axis: str
     amount: float
@@ -114,7 +115,7 @@ class Budget:
 
 
 def budgets(configs: Sequence[Config]) -> list[Budget]:
-    """The cost of the cheapest run in steps, completions and seconds, but those that some run does not record."""
+    """The budgets of the axes in `AXES` that all runs record: of each axis, all that the cheapest run has spent."""
     runs = [run for config in configs for run in config.runs]
     found = []
     for axis in AXES:
@@ -129,15 +130,16 @@ class Row:
     """The results of a config at the cost of a budget, by held-out set and quantity: "last", "best" or "pass".
 
     Attributes:
-      seeds: the number of runs with an evaluation.
+      seeds: the number of runs with an evaluation within the budget.
       steps: the steps of the runs' last evaluations within the budget, sorted, each once.
-      spent: {axis that all runs record: cost up to the last step within the budget, the mean over runs}.
+      spent: {axis that all runs of the config record: cost up to the last step within the budget, the mean over runs}.
       scores: {(set, quantity): score in %}.
-      ranks: {(set, quantity): 1 for the best config, 2 for the second, …}. A column has no ranks if a config in it has
-        fewer than three seeds, or if evaluations differ.
+      ranks: {(set, quantity): 1 for the best config, 2 for the second, …}. A column has no ranks if it has fewer than
+        two configs, if a config in it has fewer than three seeds, or if evaluations differ.
       differences: {set: Last minus Last of the first config in percentage points, paired by seed}; {} in the first row.
       left_out: {set: why its difference is left out}.
-      kl: KL to the reference in millinats per token, over the last third of the steps; None without this metric.
+      kl: KL to the reference in millinats per token, over the last third of the steps within the budget; None without
+        this metric.
     """
 
     seeds: int
@@ -189,11 +191,9 @@ _Scored = Sequence[tuple[Run, Scores]]
 
 
 def _unlike(scored: _Scored, name: str) -> str:
-    """Why the scores of the set `name` cannot be compared between these runs; "" if their evaluations are equal.
-
-    Equal evaluations have the same problems, as many completions of each, and the same temperature. An evaluation
-    before the first step is of a policy that the run has not trained.
-    """
+    """Why the scores of the set `name` cannot be compared between these runs; "" if they can. Then their evaluations
+    have the same problems, as many completions of each, and the same temperature, and each run's last evaluation comes
+    after its first step: an earlier evaluation is of a policy that the run has not trained."""
     runs = [(run, scores[name]["step"]) for run, scores in scored if name in scores]
     if early := [run.name for run, step in runs if step <= run.begun]:
         return f"{early[0]} has no evaluation after its first step"
@@ -205,7 +205,8 @@ def _unlike(scored: _Scored, name: str) -> str:
 
 
 def _differences(row: _Scored, baseline: _Scored, left_out: Collection[str]) -> dict[str, Mean]:
-    """{set: difference in Last} of the rows' runs, without the sets that are left out."""
+    """{set: difference in Last between the runs of `row` and of `baseline`, paired by seed}, without the sets in
+    `left_out` and those in which the two have no seed in common."""
     found = {}
     for name in dict.fromkeys(name for _, scores in row for name in scores if name not in left_out):
         mine, theirs = (
