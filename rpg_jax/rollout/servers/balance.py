@@ -29,8 +29,8 @@ class Loadable:
     Attributes:
       folder: the path of the folder that servers read.
       label: a name for the folder's contents; "" if servers have the weights already and load nothing.
-      checksum: the 64-bit checksum of the trainer's weights.
-      probe: a question, and its answer by these weights; None where a server's answers have the checksum.
+      checksum: the 64-bit checksum of the weights, which answers of this project's own servers must name.
+      probe: a question, and its answer by these weights, which tests a server after each load; None: no test.
     """
 
     folder: str
@@ -44,10 +44,10 @@ class Call:
     """A call of a server.
 
     Attributes:
-      server: the server, which counts the call until it ends.
+      server: the server, which counts the call until the call ends.
       weights: the weights that must sample.
       begun: when the call began, in seconds of `time.monotonic`.
-      sound: whether the server had answered since its last failure.
+      sound: whether the server was sound then, see `Server.is_sound`.
     """
 
     server: Server
@@ -65,25 +65,26 @@ class _Waiting:
 
 
 class Balance:
-    """Sends each request to the server with the fewest calls under way that answers and has the present weights.
+    """Sends each request to the server with room that has the fewest calls under way. A server without the present
+    weights loads them before its next call.
 
     A server that fails rests until its health is good again. The rest is longer each time that calls fail although the
     health is good. After its rest the server loads the weights, because it may have been started anew. The requests
     that the server had not answered go to other servers, and come back only if no other server lives.
 
-    A server without room (429) gets fewer calls at once, and one more call after each round. Failures and refusals of
-    calls that were under way together count once. A server whose address is no longer found gets no further calls.
+    A server without room (429) gets fewer calls at once, and then slowly more while it answers. Failures and refusals
+    of calls that were under way together count once. A server whose address is no longer found gets no further calls.
 
     All coroutines run in one event loop. `run` must run all the time, and `use` be called before the first `ask`. Any
     thread may call the other methods.
 
     Args:
-      addresses: the URLs of the servers, or a function that looks for the URLs every five seconds.
+      addresses: the URLs of the servers, or a function that looks for the URLs and is called every five seconds.
       client: calls the servers.
       kind: the program of the servers, which says how they load weights.
       parallel: the most calls under way at one server.
-      patience: a call fails once no server has answered for so many seconds.
-      rest: seconds of rest after the first failure, and between two health calls.
+      patience: requests that wait fail once no server has answered for so many seconds.
+      rest: seconds of rest after the first failure, and between two health calls of a server that rests.
     """
 
     def __init__(
@@ -108,7 +109,8 @@ class Balance:
         self._warned = set[str]()
 
     def use(self, weights: Loadable) -> None:
-        """Sets the weights that each server must have for its next call. The call makes the server load them first."""
+        """Sets the weights that each server must have from its next call on. That call first makes the server load the
+        weights, unless the server has them. Calls under way keep the weights with which they began."""
         self._weights = weights
 
     def begin(self) -> None:
@@ -116,10 +118,10 @@ class Balance:
         self._answered = self._said = time.monotonic()
 
     def counts(self) -> dict[str, float]:
-        """`answering`: the number of servers in order. For the time since the last call: the numbers of answered
-        `requests`, `refused` calls, `failures` of servers and `loads` of weights; `longest_idle`, the longest time, in
-        seconds, for which a living server had no call while requests waited; and, if the weights have a probe,
-        `probe_gap`, its largest difference, in nats."""
+        """Returns `answering`, the number of sound servers now, see `Server.is_sound`. For the time since the last call
+        of `counts`: the numbers of answered `requests`, `refused` calls, `failures` of servers and `loads` of weights;
+        `longest_idle`, the longest time, in seconds, for which a server that did not rest had no call while requests
+        waited; and, if the weights have a probe, `probe_gap`, the largest `Difference.mean` of a server, in nats."""
         taken, self._counts = self._counts, Counter()
         idle, self._longest_idle = self._longest_idle, 0.0
         alive = sum(server.is_sound for server in list(self._servers.values()))
@@ -129,7 +131,8 @@ class Balance:
         return {"answering": alive, **counted, "longest_idle": idle, **probed}
 
     async def run(self) -> None:
-        """Follows the servers' addresses and health, until it is cancelled; then it closes the client's connections."""
+        """Follows the servers' addresses and health, and gives servers to requests that wait. It runs until it is
+        cancelled; then it closes the client's connections."""
         followed = time.monotonic()
         if not callable(self._addresses):
             self._follow(self._addresses)
@@ -154,9 +157,9 @@ class Balance:
 
     async def ask(self, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
         """Posts `body` to /v1/completions of a server, and returns `read(JSON of the answer)`. If a server does not
-        answer, has no room, or `read` raises Aborted, the request goes to a server again. Raises ServerError if a
-        server refuses, `read` raises Unusable, no server has answered for `patience` seconds, weights cannot be loaded,
-        or the request has failed four times at servers that were in order."""
+        answer, has no room, has other weights, or `read` raises Aborted, the request goes to a server again. Raises
+        ServerError if a server refuses, `read` raises Unusable, no server has answered for `patience` seconds, a server
+        cannot load the weights, or the request has failed four times at sound servers and may be the cause."""
         failed, faults = set[Server](), 0
         while True:
             call = await self._take(failed)
@@ -188,7 +191,8 @@ class Balance:
                     raise ServerError(f"a request has failed {faults} times, the last time so: {error}")
 
     async def _take(self, failed: set[Server]) -> Call:
-        """Waits for a server, and counts a call there. Raises ServerError if no server answers for too long."""
+        """Waits for a server, and counts a call there. A server in `failed` is taken only if no other server lives.
+        Raises ServerError if no server has answered for `patience` seconds."""
         wait = _Waiting(failed, asyncio.get_running_loop().create_future())
         if failed:
             self._waiting.appendleft(wait)  # it has waited before
@@ -203,7 +207,7 @@ class Balance:
             raise
 
     def _dispatch(self) -> None:
-        """Gives servers to the requests that wait, in order."""
+        """Gives servers to the requests that wait, in order, as far as servers are free."""
         assert self._weights is not None, "weights are synced before anything is sampled"
         now, left = time.monotonic(), list[_Waiting]()
         while self._waiting:
@@ -223,7 +227,8 @@ class Balance:
         self._waiting.extendleft(reversed(left))
 
     def _chosen(self, failed: set[Server], now: float) -> Server | None:
-        """The free server with the fewest calls. A server in `failed` is chosen only if no other server lives."""
+        """The free server with the fewest calls at the time `now`; None if no server is free. A server in `failed` is
+        chosen only if all servers that do not rest are in `failed`."""
         assert self._weights is not None
         living = [server for server in self._servers.values() if not server.resting]
         others = [server for server in living if server not in failed] or living
@@ -231,7 +236,8 @@ class Balance:
         return min(free, key=lambda server: server.calls, default=None)
 
     def _say(self, now: float) -> None:
-        """Prints that no server answers. After `patience`, it fails the requests that wait."""
+        """Does nothing if a server that does not rest has a call, or has not failed since its last answer. Otherwise
+        prints, now and then, that requests wait; after `patience` seconds without an answer, fails these requests."""
         servers = self._servers.values()
         if any(not server.resting and (server.calls or not server.failures) for server in servers):
             return
@@ -248,7 +254,7 @@ class Balance:
             print(f"waiting for servers since {now - self._answered:.0f} s: {said}", file=sys.stderr, flush=True)
 
     def _return(self, call: Call, error: Unavailable | None, answered: bool) -> None:
-        """Ends a call that was answered, that failed, or that is no longer wanted."""
+        """Ends a call: it was `answered`, it failed with `error`, or with neither it is no longer wanted."""
         server = call.server
         server.calls -= 1
         server.heard = now = time.monotonic()
@@ -265,7 +271,8 @@ class Balance:
         self._dispatch()
 
     def _fail(self, server: Server, error: Unavailable, begun: float) -> None:
-        """Notes the failure of a call. It prints the name of a server that says it is healthy and still fails calls."""
+        """Notes that a call that began at `begun` failed. At the third failure in a row of a server, whose health was
+        good between them, it prints the server's name."""
         if not server.note_failure(error, begun, time.monotonic()):
             return
         self._counts["failures"] += 1
@@ -274,7 +281,8 @@ class Balance:
             print(f"{healthy}; it rests, longer after each: {error}", file=sys.stderr, flush=True)
 
     async def _look(self, look: Look) -> None:
-        """Looks for the servers' addresses. If they cannot be found now, the known addresses stay."""
+        """Calls `look`, and follows the addresses that it finds. If it raises OSError or ValueError, or needs more than
+        five seconds, the known addresses stay."""
         try:
             async with asyncio.timeout(_FOLLOW_SECONDS):  # wait_for of Python 3.11 may lose a cancellation
                 found = await look()
@@ -285,7 +293,7 @@ class Balance:
         self._follow(found)
 
     def _follow(self, urls: Sequence[str]) -> None:
-        """Begins to watch new servers, and gives no further calls to servers that are gone."""
+        """Begins to watch the servers of new `urls`. Servers whose URL is not in `urls` get no further calls."""
         for url in self._servers.keys() - set(urls):
             self._servers.pop(url).gone = True
         for url in urls:
@@ -296,8 +304,9 @@ class Balance:
                 task.add_done_callback(self._watching.discard)
 
     async def _watch(self, server: Server) -> None:
-        """Asks a server for its health while the server rests, and while it is silent during calls. A server that is
-        gone is watched until its last call has ended, because a machine that vanishes closes no connection."""
+        """Asks a server for its health while the server rests, and while it is silent during calls. Good health ends
+        the rest. If a silent server does not answer, its calls are broken off. A server that is gone is watched until
+        its last call has ended, because a machine that vanishes closes no connection."""
         while server.calls or not server.gone:
             begun, rests = time.monotonic(), server.resting
             if not server.is_due(_QUIET_SECONDS, begun):
@@ -320,8 +329,9 @@ class Balance:
                 self._dispatch()
 
     async def _load(self, call: Call) -> None:
-        """Makes a server load the weights, unless the server has them. Meanwhile the server has no other call. Raises
-        ServerError if the server refuses."""
+        """Makes the server of `call` load its weights, unless the server has them. Meanwhile the server has no other
+        call. Raises ServerError if the server refuses; Unavailable if it does not answer, or names other weights after
+        the load; and as `_compare`, with the answer to the probe."""
         server, weights = call.server, call.weights
         if server.label == weights.label:
             return
@@ -350,7 +360,8 @@ class Balance:
             self._dispatch()
 
     def _compare(self, server: Server, probe: Probe, answer: Any) -> None:
-        """Raises ServerError if a server's log-probs are far from the trainer's. A smaller difference is a warning."""
+        """Raises ServerError if the log-probs in `answer`, a server's answer to `probe.body`, differ by more than
+        `probe.fails` from the trainer's; and as `Probe.difference`. Above `probe.warns`, it warns once a server."""
         found, url = probe.difference(answer), server.caller.url
         self._gap = max(self._gap, found.mean)
         if not found.mean > probe.warns:
@@ -367,8 +378,9 @@ class Balance:
             print(f"warning: {difference}. {probe.warns:g} is usual", file=sys.stderr, flush=True)
 
     def _check_weights(self, call: Call, answer: Any, several: bool = False) -> None:
-        """Raises Unavailable if an answer names other weights. Only some kinds of servers name their weights.
-        `several`: the answer is a completion, which lists all weights that have drawn its tokens."""
+        """Raises Unavailable if an answer names other weights than those of `call`, or none. Does nothing for a kind of
+        servers that name no weights. `several`: the answer is a completion, which lists all weights that have drawn its
+        tokens; otherwise it is the answer to a load."""
         if not self._kind.counters:
             return
         url, expected = call.server.caller.url, f"{call.weights.checksum:016x}"

@@ -29,13 +29,13 @@ class ServerError(RolloutError, ValueError):
 
 
 class Unavailable(Exception):
-    """A server does not answer now; a later call may succeed.
+    """A server does not answer a call as it should now; a later call may succeed.
 
     Attributes:
-      status: the HTTP status of the server's answer; 0 if there is no answer.
+      status: the HTTP status of the server's answer, if it is 408, 425, 429 or 5xx; otherwise 0.
       after: the seconds that the server asks to wait; 0 if it does not ask.
       busy: whether the server lives and has no room (429). Otherwise the server may have been started anew.
-      fault: whether the request itself may be the cause, because the server had the whole request.
+      fault: whether the request itself may be the cause, because the server had accepted the call.
     """
 
     def __init__(self, message: str, *, status: int = 0, after: float = 0.0, fault: bool = False):
@@ -44,11 +44,8 @@ class Unavailable(Exception):
 
 
 class Refused(Exception):
-    """A server refuses a request, and would refuse it again. The message has the server's reason.
-
-    Attributes:
-      status: the HTTP status of the server's answer; 200 if only its content is wrong.
-    """
+    """A server refuses a request, and would refuse it again. The message has the server's reason. `status` is the HTTP
+    status of the server's answer; 200 if only its content is wrong."""
 
     def __init__(self, message: str, *, status: int = 200):
         super().__init__(message)
@@ -56,8 +53,8 @@ class Refused(Exception):
 
 
 class Client:
-    """How this process calls servers: the key, TLS and the connections of all calls. One event loop uses a client.
-    Raises ValueError if the certificate's file cannot be read or is no PEM.
+    """How this process calls servers: the key, TLS and the connections of all calls. One event loop at a time may use a
+    client. Raises ValueError if the certificate's file cannot be read or is no PEM.
 
     Args:
       key: sent as `Authorization: Bearer KEY`; None for no key.
@@ -82,8 +79,8 @@ class Client:
             raise ValueError(f"the servers' certificate {certificate}: {error.strerror or error}") from None
 
     def check(self, url: str) -> str:
-        """`url` without slashes at its end. Raises ValueError if `url` is no http or https address, which may have a
-        port and a path, or if the key would go to another machine in plain text."""
+        """Returns `url` without slashes at its end. Asks no server. Raises ValueError if `url` is no http or https
+        address, which may have a port and a path, or if the key would go to another machine in plain text."""
         try:
             parts = urllib.parse.urlsplit(url)
             host, _ = parts.hostname or "", parts.port
@@ -96,9 +93,9 @@ class Client:
         return url.rstrip("/")
 
     def request(self, method: str, url: str, body: bytes | None, noted: SimpleNamespace) -> Any:
-        """A request in aiohttp's form, a context manager that sends it and gives the answer. No redirect is followed.
-        `body` is JSON; None for no body. `noted.connected` gets the time at which the server accepts the connection, in
-        seconds of `time.monotonic`. The first call opens the session, in the running event loop."""
+        """Returns an async context manager, which sends a request when it is entered, and gives aiohttp's answer. No
+        redirect is followed. `method` is "GET" or "POST"; `body` is JSON, None for no body. `noted.connected` gets the
+        time at which the server accepts the connection, in seconds of `time.monotonic`. An event loop must run."""
         if self._session is None:
             self._session = self._opened()
         named = {"server_hostname": self._name} if self._name is not None and url.startswith("https:") else {}
@@ -110,7 +107,7 @@ class Client:
         return text if self._key is None else text.replace(self._key.header.removeprefix("Bearer "), "…")
 
     async def close(self) -> None:
-        """Closes the connections. A later request, also in another event loop, opens new ones."""
+        """Closes the connections. A later request opens new connections, also in another event loop."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -140,10 +137,10 @@ class Caller:
         self._under_way = dict[asyncio.Timeout, SimpleNamespace]()
 
     async def post(self, path: str, body: Mapping[str, Any]) -> tuple[Any, float]:
-        """Posts `body` as JSON. Returns the JSON of the answer, None for an empty one, and the time at which the server
-        accepted the connection, in seconds of `time.monotonic`. Raises Unavailable if there is no answer within the
-        client's timeout, or the status is 408, 425, 429, 500, 502, 503 or 504; Refused for every other status than 200,
-        and for an answer that is not JSON."""
+        """Posts `body` as JSON. Returns the value that the answer's JSON stands for, None for an empty answer, and the
+        time at which the server accepted the connection, in seconds of `time.monotonic`. Raises Unavailable if there is
+        no answer within the client's timeout, or the status is 408, 425, 429, 500, 502, 503 or 504; Refused for every
+        other status than 200, and for an answer that is not JSON."""
         status, content, connected = await self._answer("POST", path, json.dumps(body).encode(), self._client.timeout)
         if status != 200:
             raise Refused(self._said(path, status, content), status=status)
@@ -153,19 +150,20 @@ class Caller:
             raise Refused(f"{self.url}{path} answered no JSON: {content[:80]!r}") from None
 
     async def look(self, timeout: float, path: str = "/health") -> None:
-        """Sends a GET and returns once the server answers. Raises Unavailable if no answer comes within `timeout`
-        seconds, or if the status is 408, 425, 429, 500, 502, 503 or 504."""
+        """Sends a GET and returns once the server answers; 404 is an answer too. Raises Unavailable if no answer comes
+        within `timeout` seconds, or the status is 408, 425, 429, 500, 502, 503 or 504."""
         await self._answer("GET", path, None, timeout)
 
     def break_off(self) -> None:
-        """Ends all calls of this server that are under way: they raise Unavailable. Does not wait for them."""
+        """Ends all calls of this `Caller` that are under way: they raise Unavailable. Does not wait for them."""
         for limit, noted in self._under_way.items():
             if not limit.expired():
                 noted.broken = True
                 limit.reschedule(0)  # at once
 
     async def _answer(self, method: str, path: str, body: bytes | None, timeout: float) -> tuple[int, bytes, float]:
-        """Status, content, and the time of the connection. Raises Unavailable, also for a status in `_PASSES`."""
+        """Sends a request, and returns the answer's status, its content, and the time of the connection. Raises
+        Unavailable without an answer in `timeout` seconds, and for a status in `_PASSES`."""
         noted, limit = SimpleNamespace(connected=None, broken=False), asyncio.timeout(timeout)
         try:
             async with limit:
@@ -200,7 +198,7 @@ class Caller:
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:
-    """The body of an answer. Raises ClientPayloadError if the body is cut short, or too long."""
+    """The body of an answer. Raises ClientPayloadError if the body is cut short, or has more than 256 MiB."""
     content = bytearray()
     async for part in answer.content.iter_any():
         content += part
@@ -214,21 +212,22 @@ Look = Callable[[], Awaitable[list[str]]]
 
 
 def source(text: str, check: Callable[[str], str], field: str = "servers.urls") -> list[str] | Look:
-    """The addresses that a config field lists, or a function that looks for them.
+    """Returns the addresses that `text`, the value of a config field, lists, or a function that looks for addresses.
 
-    | text | addresses |
+    | text | result |
     |---|---|
-    | `http://HOST:PORT,https://HOST:PORT` | these |
-    | `dns://NAME:PORT` | `http://IP:PORT` for each IP of the name, as of a headless service |
-    | `dns+https://NAME:PORT` | `https://IP:PORT` for each IP |
-    | `file:PATH` | the lines of the file, or of all files of the folder; `#` begins a comment |
+    | `http://HOST:PORT,https://HOST:PORT` | the list of these addresses |
+    | `dns://NAME:PORT` | a function that finds `http://IP:PORT` for each IP of the name, as of a headless service |
+    | `dns+https://NAME:PORT` | a function that finds `https://IP:PORT` for each IP |
+    | `file:PATH` | a function that reads the lines of the file, or of all files of the folder; `#` begins a comment |
 
     Args:
-      check: returns the URL to use for a URL, or raises ValueError with what is wrong with it. A wrong line of a file
-        is skipped if there is a right one.
+      check: returns the URL to use for a URL, or raises ValueError with what is wrong with the URL. A function that
+        reads files skips wrong lines, and raises ValueError if all lines are wrong.
       field: the name of the field, for messages.
 
-    Raises ValueError if there is no address, two addresses are equal, or `text` has another form.
+    Raises ValueError, at once, if a list is empty or has an address twice, if `dns` is not followed by NAME:PORT, or as
+    `check` for an address in `text`.
     """
     if text.startswith("file:"):
         path = storage.absolute(text.removeprefix("file:"))
@@ -257,8 +256,9 @@ def _resolver(text: str, check: Callable[[str], str], field: str) -> Look:
 
 
 def _lines(path: epath.Path, check: Callable[[str], str]) -> list[str]:
-    """The addresses in a file, or in all files of a folder but those that are being written. A line that is no address
-    is skipped. Raises ValueError if there are lines and no line is an address."""
+    """The distinct addresses, sorted, in a file, or in all files of a folder whose names do not begin with a dot. Lines
+    that `check` refuses are skipped. Raises ValueError if `check` refuses all lines, OSError if a file cannot be read.
+    """
     files = [file for file in path.iterdir() if not file.name.startswith(".")] if path.is_dir() else [path]
     lines = [line.partition("#")[0].strip() for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     found, faults = set[str](), list[ValueError]()

@@ -35,7 +35,7 @@ class TurnRequest:
     """Asks for the next turn of a completion. Without an environment, the whole completion is one turn.
 
     Attributes:
-      row: the completion in the making.
+      row: the completion in the making, with all turns and observations before this turn.
       model: the name under which the server has the model; None for the server's only model.
       counters: whether the server is this project's own: it gets the counters of random numbers, and returns the
         log-probabilities with which it has drawn. Otherwise it gets a seed.
@@ -47,7 +47,8 @@ class TurnRequest:
 
     @property
     def sampling(self) -> Sampling:
-        """The sampling parameters of this turn. `max_tokens` is what the limits of completion and turn leave for it."""
+        """The sampling parameters of this turn. Their `max_tokens` is the most tokens that the limits of the completion
+        and of a turn leave for this turn."""
         return dataclasses.replace(self.row.sampling, max_tokens=self.row.limit - self.row.transcript.count)
 
     @property
@@ -80,8 +81,8 @@ class TurnRequest:
     def completion(self, answer: Any, version: int, vocab_size: int) -> Completion:
         """The turn in `answer`, the JSON of a server's answer to `body`, as a completion by weights of `version`.
         Log-probabilities up to 1e-5 above 0 are taken as 0. Raises Aborted if the server broke the turn off; Unusable
-        if the answer has no token ids or no log-probabilities, is of another prompt, has a token that is not below
-        `vocab_size`, or does not end at a stop token or at the limit of tokens."""
+        if the answer has no token ids or no log-probabilities, is of another prompt, or is for another reason no turn
+        that `sampling` draws from `vocab_size` token ids, see `fault_of`."""
         try:
             [choice] = answer["choices"]
             reason, ids, prompt = choice["finish_reason"], choice.get("token_ids"), choice.get("prompt_token_ids")
@@ -113,9 +114,10 @@ class ScoreRequest:
 
     Attributes:
       tokens: i32[T].
-      first: the index of the first token whose log-probability is wanted, at least 1. The tokens before are context.
+      first: the index of the first token whose log-probability is wanted, at least 1; not used with `names`. The tokens
+        before `first` are context.
       model: the name under which the server has the model; None for the server's only model.
-      names: whether the texts of all tokens are wanted, in place of log-probabilities.
+      names: whether the texts of all T tokens are wanted, in place of log-probabilities.
     """
 
     tokens: np.ndarray
@@ -131,9 +133,9 @@ class ScoreRequest:
         return {"prompt": self.tokens.tolist(), **asked, **named}
 
     def read(self, answer: Any) -> Any:
-        """The log-probabilities f32[T - first], in nats, of the JSON of an answer; with `names` a list of T texts.
-        Raises Unusable unless the answer has an entry for each of the T tokens, and each wanted log-probability is at
-        most 0 (up to 1e-5 above counts as 0), finite, and above -9999."""
+        """Returns from `answer`, the JSON of a server's answer to `body`, the log-probabilities f32[T - first], in
+        nats; with `names` a list of T texts. Raises Unusable unless the answer has an entry for each of the T tokens,
+        and, without `names`, each wanted log-probability is above -9999 and at most 0; up to 1e-5 counts as 0."""
         try:
             [choice] = answer["choices"]
             names, found = choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]
@@ -151,8 +153,9 @@ class ScoreRequest:
 
 
 def fault_of(one: Completion, sampling: Sampling, vocab_size: int) -> str:
-    """The reason why `one` is no turn drawn by `sampling` from a vocabulary of `vocab_size`; "" if it may be one. A
-    turn has finite log-probabilities of at most 0, and ends at its first stop token or at `sampling.max_tokens`."""
+    """The reason why the completion `one` cannot be a turn drawn by `sampling` from `vocab_size` token ids; "" if it
+    can. A turn has finite log-probabilities of at most 0, and ends at its first stop token or after
+    `sampling.max_tokens` tokens. Its `finish_reason` says at which of both."""
     tokens, logprobs = one.tokens, one.logprobs
     if not 1 <= len(tokens) <= sampling.max_tokens or len(logprobs) != len(tokens):
         return f"a completion of {len(tokens)} tokens; the limit is {sampling.max_tokens}"
@@ -168,8 +171,9 @@ def fault_of(one: Completion, sampling: Sampling, vocab_size: int) -> str:
 
 
 def seed_of(seed: int, step: int, prompt_id: int, index: int, *, turn: int = 0) -> int:
-    """The seed of a turn of completion `index` in its group: a number from 0 to 2^31 - 1, as every server takes it. The
-    seeds of a group are consecutive modulo 2^31, so all differ. Equal arguments give equal seeds."""
+    """The seed of a turn of completion `index` in the group of a prompt: a number from 0 to 2^31 - 1, as every server
+    takes. `turn` is 0 for the first turn, and another number for each later turn. The seeds of a group are consecutive
+    modulo 2^31, so all differ. Equal arguments give equal seeds."""
     digest = hashlib.sha256(f"{seed % 2**32}/{step}/{prompt_id}{f'/{turn}' if turn else ''}".encode()).digest()
     return (int.from_bytes(digest[:4], "little") + index) % 2**31
 
@@ -195,8 +199,8 @@ _MULTIPLE = 128  # of the tokens of a row: every attention kernel takes them
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far an answer is from the trainer's numbers: the mean over tokens, and the id of the token that differs most,
-    with its log-probability by the server and by the trainer. Mean and log-probabilities are in nats."""
+    """How far an answer is from the trainer's numbers, in nats: the mean over tokens, and the id of the token that
+    differs most, with its log-probability by the `server` and by the `trainer`."""
 
     mean: float
     token: int
@@ -211,9 +215,10 @@ class Probe:
 
     Attributes:
       prompt: i32[P].
-      tokens: i32[N, K], the K most probable tokens of each place, best first, after the best tokens before it.
+      tokens: i32[N, K], the K most probable tokens of each of N places, best first. The best token of a place is the
+        context of the places after it.
       logprobs: f32[N, K], the log-probabilities of `tokens`, in nats.
-      warns, fails: the mean differences, in nats, above which the caller warns and fails.
+      warns, fails: the values of `Difference.mean` above which the caller warns and fails.
       vocab_size: the number of token ids of the model.
       model: the name under which the server has the model; None for the server's only model.
     """
@@ -238,12 +243,10 @@ class Probe:
 
     def difference(self, answer: Any) -> Difference:
         """Compares the JSON of an answer to `body` with the trainer's numbers, up to the first token that is not the
-        trainer's: later tokens have another context.
-
-        If two tokens are about equally probable, the server may choose the other one. The difference then is at least
-        log π(trainer's token) − log π(server's token), by the trainer's π. A token that is not among the K best counts
-        as the last of the K. Raises Unusable if the answer has no such completion, Aborted if it was broken off.
-        """
+        trainer's, which counts too: later tokens have another context. If two tokens are about equally probable, the
+        server may choose the other token. The difference then is at least log π(trainer's token) − log π(server's
+        token), by the trainer's π. A token that is not among the K best counts as the last of the K. Raises Unusable if
+        the answer has no completion of N tokens with log-probabilities, Aborted if the server broke it off."""
         made, found = self._question.completion(answer, 0, self.vocab_size), list[tuple[float, int, float, float]]()
         for token, server, tokens, logprobs in zip(made.tokens, made.logprobs, self.tokens, self.logprobs, strict=True):
             places = np.flatnonzero(tokens == token)
@@ -269,15 +272,16 @@ def prober(
 ) -> Callable[[Params], Probe]:
     """Makes a function from weights to their `Probe`. All processes call that function together, on the trainer's mesh.
 
-    The prompt is 64 tokens, the same for all weights, drawn from the first `known_ids` of the vocabulary: after such a
-    prompt no token is certain, so that each log-probability depends on all weights. Eight tokens follow.
+    The prompt is the same for all weights. Its tokens are drawn from the first `known_ids` token ids: after such a
+    prompt no token is certain, so that each log-probability depends on all weights.
 
     Args:
       graphdef, config: of the model; `nnx.merge(graphdef, params)` gives the module.
       dtype: the dtype in which the model computes, a key of `LIMITS`.
-      rows: the number of equal rows of the program. The mesh must divide it.
-      replicated: the sharding of what every process reads.
-      prompt, tokens: the most of each that servers take, if that is less than 64 and 8.
+      rows: the number of equal rows that the program computes, a multiple of the size of the mesh.
+      replicated: a sharding that gives every process a whole copy of the program's results.
+      prompt, tokens: the most tokens of a prompt and of a completion. The probe has at most 64 and 8.
+      known_ids: the number of token ids that the tokenizer uses.
       model: the name under which servers have the model; None for the only model of a server.
     """
     warns, fails = LIMITS[dtype]

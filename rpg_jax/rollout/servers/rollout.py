@@ -33,14 +33,13 @@ class ServersRollout(Rollout):
     """The rollout that calls a server for each completion, or for each turn if there is an environment.
 
     A server loads the weights before its first completion of these weights. Every process of the trainer asks for its
-    share of the prompts. All processes ask the same servers, so a server is idle only if no process has work. The
-    constructor starts a thread, which runs `balance`.
+    share of the prompts. The constructor starts a thread, which runs `balance`.
 
     Args:
       balance: chooses a server for each call.
       weights: the weights that servers load, or the weights of a server that other clients use too.
       model: the name under which servers have the model; None for the only model of a server.
-      counters: whether the servers are this project's own and draw its random numbers.
+      counters: whether the servers are this project's own, which draw the random numbers of this project.
       capacity, vocab_size: the most tokens of a prompt with its completion, and the number of token ids of the model.
     """
 
@@ -65,9 +64,9 @@ class ServersRollout(Rollout):
 
     def sample(self, request: Request) -> list[list[Completion]]:
         """Waits for the completions of each prompt, and returns them in order; [] for a prompt in `request.done`.
-        `request.on_group` runs in the caller's thread. Raises ValueError if a prompt with its limit of tokens is longer
-        than `capacity` or a token is not below `vocab_size`; and ServerError, a RolloutError, if servers refuse, do not
-        answer for long, or answer something unusable."""
+        `request.on_group` runs in the caller's thread; if it raises, the calls are cancelled. Raises ValueError if a
+        prompt with its limit of tokens is longer than `capacity` or a token is not below `vocab_size`; and ServerError,
+        a RolloutError and ValueError, if servers refuse, do not answer for long, or answer something unusable."""
         request.check_fits(capacity=self._capacity, vocab_size=self._vocab_size)
         groups: list[list[Completion]] = [[] for _ in request.prompts]
         made: queue.SimpleQueue[tuple[int, list[Completion]] | None] = queue.SimpleQueue()
@@ -86,14 +85,15 @@ class ServersRollout(Rollout):
         return groups
 
     def exchange(self, value: bytes) -> list[bytes]:
-        """The `value` of every process, in their order. All processes call this together, on any one thread of each."""
+        """The `value` of every process, in the order of processes. All processes call this together and wait for all.
+        In each process, any thread may call it, but only one thread at a time."""
         return self._exchange.all_gather_bytes(value)
 
     def take_counts(self) -> dict[str, float]:
         """Metrics servers/NAME for the time since the last call, of all processes, which call this together. NAME is
-        `answering`, the fewest servers in order that a process sees; `requests`, `refused`, `failures` and `loads`,
-        sums of events; `longest_idle` in seconds and `probe_gap` in nats, the largest of a process; and, if the weights
-        lie in folders, the names of `WeightFolders.take_counts`."""
+        a name of `Balance.counts`: of `answering` the smallest number of a process, of `longest_idle` and `probe_gap`
+        the largest, of all other names the sum. If the weights lie in folders, the result has the metrics of
+        `WeightFolders.take_counts` too."""
         counts = self._balance.counts()
         said = [json.loads(one) for one in hosts.all_gather_bytes(json.dumps(counts).encode())]
         together = {"answering": min, "longest_idle": max, "probe_gap": max}
@@ -101,11 +101,11 @@ class ServersRollout(Rollout):
         return found | self._deployed.take_counts()
 
     def close(self) -> None:
-        """Ends the thread and the calls under way."""
+        """Ends the calls under way, then the thread. A second call does nothing."""
         self._background.close()
 
     async def _all(self, request: Request, made: queue.SimpleQueue[Any]) -> None:
-        """Puts each complete group and its place into `made`."""
+        """Samples all prompts, and puts (place, completions) of each complete group into `made`."""
         groups, version = [request.rows(place) for place in range(len(request.prompts))], self.weights.version
         finish = Finish(dataclasses.replace(request, on_group=lambda *found: made.put(found)), groups)
         try:
@@ -135,7 +135,7 @@ class ServersWeights(Weights):
         self.version, self._said = 0, checksum
 
     def checksum(self) -> int:
-        """The checksum of the weights, as the server gave it."""
+        """The 64-bit checksum of the weights, as the server gave it."""
         return self._said
 
     def take_counts(self) -> dict[str, float]:
@@ -144,9 +144,9 @@ class ServersWeights(Weights):
 
 
 class ServedTeacher:
-    """log π_teacher of given completions, by servers of the teacher, at temperature 1. Each process asks for its share
-    of the completions, and all get all numbers. The constructor starts a thread, which runs `balance`. No server is
-    told to load weights.
+    """Asks servers of a teacher for log π_teacher of completions, at temperature 1. Each process asks for its share of
+    the completions, and all processes get all numbers. The constructor starts a thread, which runs `balance`. No server
+    is told to load weights.
 
     Args:
       balance: chooses a server for each call.
@@ -160,8 +160,8 @@ class ServedTeacher:
         self._running = self._background.begin(balance.run())
 
     def logprobs(self, groups: Sequence[Packable]) -> list[list[np.ndarray]]:
-        """The log-probabilities f32[n], in nats, of the tokens of each completion of each group. Blocks. All processes
-        call this together, with the same groups. Raises ServerError if servers refuse, or fail for long."""
+        """For each group, and each of its completions, the log-probabilities f32[n], in nats, of the completion's n
+        tokens. Blocks. All processes call this together, with the same groups. Raises ServerError as `Balance.ask`."""
         texts = [(g.prompt, completion.tokens) for g in groups for completion in g.completions]
         own = self._ask([ScoreRequest(np.concatenate(text), len(text[0]), self._model) for text in hosts.share(texts)])
         parts = hosts.all_gather_bytes(np.concatenate([np.zeros(0, np.float32), *own]).tobytes())
@@ -173,13 +173,13 @@ class ServedTeacher:
         return [[next(scores) for _ in g.completions] for g in groups]
 
     def names(self, tokens: np.ndarray) -> list[str]:
-        """The text of each of the tokens i32[n], as the servers' tokenizer has it. Blocks. Raises ServerError if
-        servers refuse, or fail for long."""
+        """The text of each of the tokens i32[n], n ≥ 1, by the servers' tokenizer. Blocks. One process may call it
+        alone. Raises ServerError as `Balance.ask`."""
         [found] = self._ask([ScoreRequest(tokens, 0, self._model, names=True)])
         return found
 
     def close(self) -> None:
-        """Ends the thread and the calls under way."""
+        """Ends the calls under way, then the thread. A second call does nothing."""
         self._background.close()
 
     def _ask(self, requests: Sequence[ScoreRequest]) -> list[Any]:
@@ -193,12 +193,11 @@ class ServedTeacher:
 def connect(
     url: str, *, certificate: str | None, key: ApiKey | None, parallel: int, capacity: int, vocab_size: int
 ) -> ServersRollout:
-    """A rollout by one server of this project at `url`, http://HOST:PORT. The server is never told to load weights.
-
-    All completions are of the weights that the server has now: `connect` asks for their checksum, by a completion of
-    one token. An answer of other weights counts as a failure of the server. Raises ValueError if `url` is no address,
-    the key would go to another machine in plain text, or the file cannot be read; and ServerError, a ValueError, if the
-    server does not answer or does not say which weights it has.
+    """Makes a rollout by one server of this project at `url`, http://HOST:PORT. The server is never told to load
+    weights. All completions are of the weights that the server has now: `connect` asks for their checksum, by a
+    completion of one token. An answer of other weights counts as a failure of the server. No event loop may run in the
+    caller's thread. Raises ValueError if `url` is no address, the key would go to another machine in plain text, or the
+    file cannot be read; and ServerError, a ValueError, if the server does not answer or does not name its weights.
 
     Args:
       certificate, key: the path of the PEM file to trust, None for the system's; and the API key, None without one.
@@ -214,7 +213,8 @@ def connect(
 
 
 async def _weights_of(url: str, client: Client) -> int:
-    """The checksum of a server's weights, which an answer of one token has."""
+    """Asks a server for one token, and returns the checksum of its weights, which the answer has. Closes the client's
+    connections. Raises ServerError if the server does not answer, refuses, or names no weights."""
     body = {"prompt": [0], "max_tokens": 1, "counters": [0, 0, 0, 0]}
     try:
         answer, _ = await Caller(url, client).post("/v1/completions", body)

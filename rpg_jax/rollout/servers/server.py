@@ -20,12 +20,13 @@ class Kind:
     """One program of servers, such as vLLM.
 
     Attributes:
-      loads: from (folder of weights, label) to the calls, in order, that make the server use these weights. The calls
-        end the completions under way, and empty the server's cache of prefixes.
+      loads: from (folder of weights, label) to the calls, in order, that make the server use these weights; [] if it
+        loads none. The calls empty the server's cache of prefixes. They break off the completions under way, but this
+        project's own server lets them end first.
       needs: what must serve, and how it must be started for `loads`, as a sentence for messages.
       counters: whether the program is this project's own: it draws this project's random numbers, and every answer has
         the checksum of the weights. Servers of other programs are probed after each load.
-      refuses: the text of an answer 500 to a load after which every load would fail; None: there is no such text.
+      refuses: a text in an answer of status 500 to a load which says that every load would fail; None: no such text.
       health: the path of the health of the program that samples. vLLM's /health is the health of its HTTP server, which
         answers while the engine hangs.
       head: whether a folder of a model with tied embeddings must have the head as a tensor of its own too. vLLM keeps a
@@ -87,25 +88,26 @@ _FEWER, _SHARE = 0.75, 16  # a refusal leaves 3/4 of the limit; a round of answe
 
 @dataclasses.dataclass(eq=False)
 class Server:
-    """One server, as `Balance` counts its calls. All times are seconds of `time.monotonic`.
-    Calls that were open at the same time and failed count as one incident. The same holds for calls that are refused.
+    """One server, as `Balance` counts its calls. All times are seconds of `time.monotonic`. Calls that were under way
+    together and failed count as one failure of the server. Calls that were refused together count as one refusal.
 
     Attributes:
       caller: posts to the server.
       most: the most calls at once, if the server has room for all of them.
-      rest: seconds after the first incident, and between health calls that fail.
+      rest: seconds of rest after the first failure, and between health calls that fail.
       limit: the most calls under way. It falls when the server has no room, and rises while the server answers.
       calls: the number of calls under way.
       label: the label of the weights that the server has loaded; "" if unknown.
-      heard: the time of the server's last answer, or of the begin of the first call under way.
-      idle: the last time at which the server had a call, or no request waited.
-      refused: the time of the last incident in which the server had no room.
-      failed: the time of the last incident in which the server failed.
-      failures: the number of incidents since the server's last answer to a call.
+      heard: when the silence of the server began: at its last call that ended, its last health call, or the begin of
+        the first call under way.
+      idle: the last time at which the server had a call or rested, or no request waited.
+      refused: the time of the last refusal: the server had no room.
+      failed: the time of the last failure.
+      failures: the number of failures since the server's last answer to a completion request.
       gone: whether the server's address is no longer found.
-      resting: whether the server has not yet said that it is healthy, at all or since the last incident.
-      until: the time before which the server is asked nothing.
-      said: the message of the server's last failure.
+      resting: whether the server has not yet said that it is healthy, at all or since its last failure.
+      until: the time before which the server gets no call, nor a health call while it rests.
+      said: the message of the last failure, or of the last health call that failed.
     """
 
     caller: Caller
@@ -129,12 +131,12 @@ class Server:
 
     @property
     def is_sound(self) -> bool:
-        """Whether the server has answered a call since its last failure, and does not rest."""
+        """Whether the server does not rest, and has answered a completion request since its last failure, if any."""
         return not (self.resting or self.failures)
 
     def is_free(self, label: str, now: float) -> bool:
-        """Whether the server can have one more call for the weights `label`, at the time `now`. A server that must load
-        these weights first has one call only, the one that makes it load."""
+        """Whether a server that does not rest can have one more call for the weights `label` at the time `now`. A
+        server that must load these weights first has one call only, which makes it load."""
         return now >= self.until and self.calls < (int(self.limit) if self.label == label else 1)
 
     def is_due(self, quiet: float, now: float) -> bool:
@@ -143,21 +145,21 @@ class Server:
         return now >= self.until if self.resting else self.calls > 0 and now - self.heard >= quiet
 
     def note_answer(self) -> None:
-        """Notes that a call was answered: the count of failures ends, and `limit` rises, to `most` at most."""
+        """Notes that a call was answered: sets `failures` to 0, and raises `limit`, to `most` at most."""
         self.failures, self.limit = 0, min(self.most, self.limit + 1 / min(self.limit, _SHARE))
 
     def note_refusal(self, error: Unavailable, begun: float, now: float) -> None:
-        """Notes that the server had no room for a call that began at `begun`. `limit` falls by a quarter, to 1 at
-        least, and the server gets no call while it asks us to wait, or during `rest` if it has no call of ours.
-        Refusals of calls that were under way together count once."""
+        """Notes at the time `now` that the server had no room for a call that began at `begun`. If the call began after
+        the last refusal, `limit` falls by a quarter, to 1 at least, and the server gets no call for `error.after`
+        seconds: 30 at most, and at least `rest` if it has no other call."""
         if begun > self.refused:
             self.refused, self.limit = now, max(1, self.limit * _FEWER)
             self.until = now + min(max(error.after, 0.0 if self.calls else self.rest), _LONGEST_REST)
 
     def note_failure(self, error: Unavailable, begun: float, now: float) -> bool:
-        """Notes that a call that began at `begun` has failed. Returns whether this is a new incident: no call that
-        began later has failed before. Then the server rests, twice as long after each incident, at most 30 seconds, and
-        its weights count as unknown."""
+        """Notes at the time `now` that a call that began at `begun` has failed. Returns whether this is a new failure:
+        the call began after the last failure. Then the server rests, twice as long after each failure in a row, at
+        least `error.after` and at most 30 seconds, and its weights count as unknown."""
         if begun < self.failed:
             return False
         rest = self.rest * 2 ** min(self.failures, _DOUBLINGS)
@@ -167,7 +169,8 @@ class Server:
         return True
 
     def note_health(self, error: Unavailable | None, now: float) -> None:
-        """Notes the result of a health call during a rest: None ends the rest, and an error prolongs it by `rest`."""
+        """Notes the result of a health call during a rest: None, good health, ends the rest. After an `error` the next
+        health call comes `rest` seconds after `now`."""
         self.resting = error is not None
         if error is not None:
             self.until, self.said = now + self.rest, str(error)

@@ -29,7 +29,7 @@ class PendingFolder:
 
     Attributes:
       checksum: the 64-bit checksum of the weights.
-      folder: the future of the folder's path. It has a result once the folder is complete, or StorageFailure.
+      folder: the future of the path of the complete folder. It raises StorageFailure if the folder was not written.
       probe: a question, and its answer by these weights; None where servers prove their weights otherwise.
     """
 
@@ -39,18 +39,19 @@ class PendingFolder:
 
 
 class WeightFolders(Weights):
-    """The trainer's weights in folders `weights-CHECKSUM` below `home`; nothing is decoded here.
+    """Writes the trainer's weights into folders `weights-CHECKSUM` below `home`, with 16 hexadecimal digits. Nothing is
+    decoded here.
 
     `stage` copies the weights to host memory, and a thread writes the files while training goes on. Each process copies
     and writes its own part. `sync` waits until every process has written. The file config.json comes last: a folder
     without config.json is not complete. The constructor writes nothing; the first `stage` or `sync` does.
 
-    There is one folder for the present weights, and one folder for each staged version that may still be synced. The
-    folders of other versions are deleted before the next folder is written.
+    There is one folder for the present weights, and one folder for each `PendingFolder` that a caller still holds. All
+    other such folders are deleted before the next folder is written.
 
     Args:
       params: the trainer's weights, version 0.
-      home: a folder that all processes write and all servers read, under the same path. Each run has its own.
+      home: a folder that all processes write and all servers read, under the same path. Each run has its own `home`.
       saving: writes a version of the weights into a folder, each process its own part.
       use: receives the folder of each synced version, which servers load from then on.
       dtype: the dtype of the weights in the folder; None for the dtype of `params`.
@@ -80,10 +81,9 @@ class WeightFolders(Weights):
 
     def stage(self, params: Params) -> PendingFolder:  # type: ignore[override]  # on no device
         """Copies this process's part to host memory, and returns while a thread writes it. All processes call this
-        together, on the main thread. The same weights as in the call before give its result, and nothing is written.
-        During the copy the devices hold all weights once more, in `dtype`, split as the trainer's weights are. `Saving`
-        says how much memory it needs besides.
-        """
+        together, on the main thread. For the same weights as in the call before, it returns the same object, and
+        nothing is written. If `dtype` or `base` is set, the devices hold all weights once more during the copy, in
+        `dtype`, split as the trainer's weights are. `Saving.fetch` says how much memory it needs besides."""
         began = time.perf_counter()
         converted = self._converted(params)
         checksum = weights_checksum(converted)
@@ -98,8 +98,9 @@ class WeightFolders(Weights):
         return self._last
 
     def sync(self, params: Params | PendingFolder, version: int) -> None:  # type: ignore[override]
-        """Waits until the folder of `params` is complete, and hands it to `use`: servers then load it as `version`.
-        Weights that are not staged are staged first. Raises StorageFailure if a process could not write its part."""
+        """Waits until the folder of `params` is complete, sets `version`, and hands the folder to `use`. Weights that
+        are not staged are staged first. Raises StorageFailure if a process could not write its part of this folder or
+        of a folder before."""
         if not self._begun:  # a run that continues has not read its weights yet
             self.version, self._checksum = version, None
             return
@@ -124,9 +125,9 @@ class WeightFolders(Weights):
             raise RolloutError(f"the servers' folder has weights {self.checksum():016x}, and the trainer {own:016x}")
 
     def take_counts(self) -> dict[str, float]:
-        """Metrics for the time since the last call, each named servers/weights_NAME. NAME is `bytes`, written by all
-        processes; `bytes_of_a_process`, by the process with the most; `copy_seconds` to host memory and `wait_seconds`
-        of `sync`, of this process; and `write_seconds`, of the slowest process."""
+        """Metrics for the time since the last call, each named servers/weights_NAME and a sum over folders. NAME is
+        `bytes`, written by all processes; `bytes_of_a_process`, by the process with the most; `copy_seconds` to host
+        memory and `wait_seconds` of `sync`, of this process; and `write_seconds`, of the slowest process."""
         with self._counting:
             taken, self._counts = self._counts, Counter()
         names = ("bytes", "bytes_of_a_process", "copy_seconds", "write_seconds", "wait_seconds")
@@ -137,7 +138,8 @@ class WeightFolders(Weights):
             self._counts.update(values)
 
     def _run(self, done: Future[Path], before: Future[Path] | None, checksum: int, blocks: list[np.ndarray]) -> None:
-        """Waits for the folder before, then writes this folder. So all processes write the folders in one order."""
+        """Waits for the folder `before`, then writes this folder, and gives `done` its path, or the exception of either
+        folder. So all processes write the folders in one order."""
         try:
             if before is not None:
                 before.result()
@@ -146,7 +148,8 @@ class WeightFolders(Weights):
             done.set_exception(error)
 
     def _deploy(self, checksum: int, blocks: list[np.ndarray]) -> Path:
-        """All processes write a folder together. The first process decides whether the folder is complete already."""
+        """All processes write a folder together, unless the first process finds that it is complete already. Returns
+        its path. Deletes the folders of weights that no process wants any more."""
         folder = self._home / _name(checksum)
         wanted = [one.checksum for one in list(self._alive)]
         present = self._checksum
@@ -162,7 +165,8 @@ class WeightFolders(Weights):
         return folder
 
     def _together(self, folder: Path, own: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """The values that `own` returns in all processes. If `own` raises in one process, all raise StorageFailure."""
+        """The JSON objects that `own` returns in all processes, in the order of processes. If `own` raises in one
+        process, all processes raise StorageFailure, which names `folder`."""
         try:
             said = own()
         except Exception as error:
@@ -176,7 +180,8 @@ class WeightFolders(Weights):
         return everyone
 
     def _begin(self, folder: Path) -> bool:
-        """Whether the folder is complete. If not, the first process removes the rest of an earlier attempt."""
+        """In the first process: whether the folder is complete; if it is not, makes an empty folder in place of what an
+        earlier attempt left. In other processes: False, and nothing is done."""
         if not hosts.is_first():
             return False
         there = (folder / LAST).exists()
