@@ -42,9 +42,9 @@ class ApiKey:
 
     @classmethod
     def find(cls, file: str | None, environment: Mapping[str, str] = os.environ) -> Self | None:
-        """The key in the file `file`; if `file` is None, the key in the variable RPG_JAX_API_KEY; None without both.
-        White space at the ends of the text does not count. Raises ValueError if the file cannot be read, or if the text
-        is no key; the message names the file or the variable."""
+        """The key in the file `file`; if `file` is None, the key in the variable RPG_JAX_API_KEY of `environment`; None
+        without both. White space at the ends of the text does not count. Raises ValueError, which names the file or the
+        variable, if the file cannot be read or the text is no key."""
         if file is None and ENVIRONMENT not in environment:
             return None
         source = f"the environment variable {ENVIRONMENT}" if file is None else file
@@ -92,7 +92,8 @@ class Access:
 
     def check_free(self, flag: str, port: int | None) -> None:
         """Raises ValueError if no server can listen on `port` of the host, for example because another program does.
-        The message names the command line's `flag`. None and 0, any free port, fail only for a wrong host."""
+        The message names `flag`, an option of the command line without its dashes. None and 0 stand for any free port,
+        and fail only for a wrong host."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             socket.create_server((self.host, port or 0), family=family).close()
@@ -122,9 +123,9 @@ class Access:
 
 
 def pem_file(path: str | None, variable: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """`path`; if it is None, the path of a new file with the PEM text of the environment variable `variable`; None if
-    the variable is missing too. The new file is in memory and ends with this process, so no private key stays on a
-    disk. Raises ValueError if the system has no files in memory, which only Linux has."""
+    """Returns `path`; if `path` is None, the path of a new file with the PEM text of the variable `variable` of
+    `environment`; None if the variable is missing too. The new file is in memory and ends with this process, so no
+    private key stays on a disk. Raises ValueError if the file is needed and the system is not Linux."""
     if path is not None or variable not in environment:
         return path
     if not hasattr(os, "memfd_create"):
@@ -163,12 +164,10 @@ def address_of(host: str, port: int, *, tls: bool) -> str:
 
 
 def file_of(folder: str, name: str | None, port: int) -> epath.Path:
-    """The path of a server's file in `folder`, which is local or gs://BUCKET/…. Nothing is written. `name` None stands
-    for HOST-PORT, with this machine's name.
-
-    Raises ValueError if the folder is an address of another kind, or `name` has other signs than letters, digits and
-    "-_.", or does not begin with a letter or digit.
-    """
+    """The path of the file `name`, which announces a server, in `folder`, which is local or gs://BUCKET/…. Nothing is
+    written. `name` None stands for HOST-PORT, with this machine's name. Raises ValueError if the folder is an address
+    of another kind, or the name has other signs than letters, digits and "-_.", or does not begin with one of A to Z, a
+    to z, 0 to 9."""
     name = f"{socket.gethostname()}-{port}" if name is None else name
     if not re.fullmatch(r"[A-Za-z0-9][-\w.]*", name):
         raise ValueError(
@@ -179,8 +178,8 @@ def file_of(folder: str, name: str | None, port: int) -> epath.Path:
 
 @contextlib.contextmanager
 def announce(file: epath.Path, address: str) -> Iterator[None]:
-    """While the block runs, `file` has the line `address`. The file appears whole, and stays if the process is killed.
-    At the end of the block the file is deleted, unless another server has written its own address there. Raises
+    """Writes the line `address` into `file`, whose folder is made, and deletes the file at the end of the block, unless
+    another server has written its own address there. The file appears whole, and stays if the process is killed. Raises
     StorageFailure if the file cannot be written or deleted, after several tries."""
     errors.written(lambda: _write(file, address + "\n"), file, alone=True)
     try:

@@ -58,15 +58,15 @@ class Disk(Protocol):
 class Admission:
     """Admits requests to the driver of a rollout. Only one event loop may use an object, in its thread.
 
-    `active` is the number of requests that are served. The server sets `draining` when it shuts down: then no request
-    and no load is admitted. A prompt without a seed has its random numbers from the next number of `arrivals`. `codec`
-    and `sampling` are attributes too.
+    The attribute `active` is the number of requests that are served. The server sets `draining` when it shuts down:
+    then no request and no load is admitted. A prompt without a seed has its random numbers from the next number of
+    `arrivals`. `codec` and `sampling` are attributes too.
 
     Args:
       rollout: its driver serves the requests.
       codec: encodes and decodes text.
       sampling: the default of each parameter that a request does not set; its `max_tokens` is not used.
-      max_active: the most completions, and the most requests, at once. Further ones are refused.
+      max_active: the most completions, and the most requests, at once. Further requests are refused.
       disk: reads the folders of weights that clients name; None if clients may not replace the weights.
     """
 
@@ -106,10 +106,11 @@ class Admission:
 
     @contextlib.contextmanager
     def request(self) -> Iterator[Callable[[int], None]]:
-        """Counts one request while the block answers it. The block gets a function, to be called once with the number
-        of completions that the request takes. Raises Refused: UNAVAILABLE if the server shuts down or loads weights;
-        RESOURCE_EXHAUSTED, also from the function, above `max_active` requests or completions; INVALID_ARGUMENT in
-        place of a ValueError of the block, and INTERNAL in place of a RolloutError."""
+        """Counts one request while the block answers the request. The block gets a function, which it may call once
+        with the number of completions that the request takes. Raises Refused: UNAVAILABLE if the server shuts down or
+        puts other weights in place; RESOURCE_EXHAUSTED above `max_active` requests, and from the function above
+        `max_active` completions; INVALID_ARGUMENT in place of a ValueError of the block, and INTERNAL in place of a
+        RolloutError."""
         status, taken = grpc.StatusCode.CANCELLED, 0
 
         def take(count: int) -> None:
@@ -149,9 +150,9 @@ class Admission:
 
     async def load(self, folder: str, label: str) -> dict[str, Any]:
         """Replaces the weights by the weights of a folder, and returns then. Loads run one after the other. The result
-        has `weights`, their checksum as 16 hexadecimal digits; `bytes`, their size in host memory; and `seconds`: to
-        `read` the weights, to `drain`, which is to wait for the requests under way, and to `swap`, which is to copy the
-        weights to the devices and to compute their checksum.
+        has `weights`, their checksum as 16 hexadecimal digits; `bytes`, their size in host memory; and `seconds`, a
+        dict: to `read` the weights, to `drain`, which is to wait for the requests under way, and to `swap`, which is to
+        copy the weights to the devices and to compute their checksum.
 
         `label` names the contents of the folder: if the weights in use are of this folder and label, nothing is read,
         and the result is that of their load. With label "", every load reads. The server serves while it reads. After
@@ -205,8 +206,9 @@ class Admission:
             load.exception()  # heard also where its caller has gone
 
     def checksum(self, version: int) -> str:
-        """A name for the weights of a version: the checksum as 16 hexadecimal digits, or "version N" if the checksum is
-        not known. A replaced version is known if it was asked for before, and no newer one has been asked for since."""
+        """A name for the weights of `version`: their checksum as 16 hexadecimal digits, or "version N" if the checksum
+        is not known. A version that was replaced is known if it was asked for while it was in use, and no newer version
+        has been asked for since. May wait for the devices."""
         weights = self._rollout.weights
         if version == weights.version:
             self._checksums = {version: weights.checksum()}
@@ -220,8 +222,9 @@ class Admission:
         return await asyncio.to_thread(self.codec.encode, text)
 
     def checked(self, ids: Sequence[int], sampling: Sampling) -> np.ndarray:
-        """The prompt of token ids as an array i32[n]. Raises ValueError if it is empty, has an id outside the
-        vocabulary, or has no room in a slot with `sampling.max_tokens`, or if `sampling` does not fit the engine."""
+        """The token ids of a prompt as an array i32[n]. Raises ValueError if the prompt is empty, has an id outside the
+        vocabulary, or has no room in a slot with `sampling.max_tokens` more, or if `sampling` does not fit the engine.
+        """
         prompt, engine = np.array(ids, np.int64), self._rollout.engine
         request = Request([prompt], [0], group_size=1, sampling=sampling, seed=0, step=0)
         request.check_fits(capacity=engine.decoding.capacity, vocab_size=engine.config.vocab_size)
@@ -258,7 +261,7 @@ class Admission:
 
     def score(self, tokens: np.ndarray) -> Scores:
         """The model's own log-probabilities of the tokens i32[T] of a text. Blocks its thread. Raises RolloutError if
-        scoring fails, or a log-probability is not finite."""
+        the text is longer than `capacity`, scoring fails, or a log-probability is not finite."""
         try:
             scores = self._rollout.engine.score(tokens)
         except Exception as fault:
@@ -284,7 +287,7 @@ class Admission:
 
 
 class _Stream:
-    """The channel of one request. The driver's threads tell the channel of each dispatch; the event loop listens."""
+    """The `Channel` of one completion. The driver's threads tell it of each dispatch; the event loop listens."""
 
     def __init__(self):
         self._loop, self._queue = asyncio.get_running_loop(), asyncio.Queue()

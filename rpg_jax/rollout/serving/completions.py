@@ -21,12 +21,12 @@ class CompletionRequest:
     Attributes:
       prompts: token ids, i32[n] each.
       sampling: the sampling parameters of all completions.
-      draw: whether to draw completions. Otherwise the answer has the prompts' scores alone.
+      draw: whether to draw completions. Otherwise the answer has the prompts alone, as `echo` and `logprobs` ask.
       n: completions of each prompt.
-      seed: of the random numbers. None: every request has other random numbers.
+      seed: of the random numbers. None: every prompt of every request has other random numbers.
       stop: texts that end a completion. The completion's text ends before the stop text.
       logprobs: how many of the most probable tokens are named beside each token; None: no log-probabilities.
-      echo: whether the answer has the prompt.
+      echo: whether the text of the answer begins with the prompt.
       stream: whether the answer comes in pieces.
       usage: whether a stream ends with the numbers of tokens.
       prompt_ids: whether the answer has the token ids of the prompts.
@@ -69,9 +69,9 @@ class CompletionRequest:
 class Piece:
     """The tokens that one dispatch adds to a completion, or a whole completion. `index` is p · n + i for completion i
     of prompt p, if n completions of each prompt are asked for. `token_ids` of a dispatch may be ahead of `text`, which
-    holds back an incomplete character and the beginning of a possible stop text. `sampler_logprobs` are the
-    log-probabilities with which `token_ids` were drawn, in nats, by weights of `versions`. `finish_reason` is "stop" or
-    "length" in the last piece, and "length" if the request draws nothing; else None."""
+    lacks an incomplete character and the beginning of a possible stop text until later pieces. `sampler_logprobs` are
+    the log-probabilities with which `token_ids` were drawn, in nats, by weights of `versions`. `finish_reason` is
+    "stop" or "length" in the last piece, and "length" if the request draws nothing; else None."""
 
     index: int
     text: str
@@ -82,8 +82,8 @@ class Piece:
 
 
 async def pieces(admission: Admission, asked: CompletionRequest) -> AsyncGenerator[Piece]:
-    """Yields the pieces of all completions as they are drawn: those of one completion in order, those of several mixed.
-    Close the iterator to free their slots. Raises RolloutError if the driver fails."""
+    """Yields the pieces of all completions as they are drawn: the pieces of a completion in order, between pieces of
+    other completions. Close the iterator to free the slots. Raises RolloutError as `Admission.completion`."""
     queue: asyncio.Queue[Piece | None] = asyncio.Queue()
 
     async def feed(index: int, counters: tuple[int, int, int, int]) -> None:
@@ -112,7 +112,7 @@ async def pieces(admission: Admission, asked: CompletionRequest) -> AsyncGenerat
 
 async def choices(admission: Admission, asked: CompletionRequest) -> list[Piece]:
     """Waits for the completions of the whole answer: `asked.n` of each prompt, in the order of the prompts, each as one
-    piece. Raises RolloutError if the driver fails."""
+    piece; empty pieces if `asked.draw` is False. Raises RolloutError as `Admission.completion`."""
     made: list[list[Piece]] = [[] for _ in range(len(asked.prompts) * asked.n)]
     if asked.draw:
         async with contextlib.aclosing(pieces(admission, asked)) as all_pieces:
@@ -123,7 +123,7 @@ async def choices(admission: Admission, asked: CompletionRequest) -> list[Piece]
 
 def usage(asked: CompletionRequest, tokens: int) -> dict[str, Any]:
     """The field `usage` of OpenAI's answers: {"prompt_tokens", "completion_tokens", "total_tokens"}. `tokens` is the
-    number of sampled tokens. The tokens of a prompt count once, however many completions it has."""
+    number of sampled tokens. The tokens of a prompt count once, however many completions the prompt has."""
     read = sum(map(len, asked.prompts))
     return {"prompt_tokens": read, "completion_tokens": tokens, "total_tokens": read + tokens}
 
@@ -162,15 +162,15 @@ def _joined(index: int, own: list[Piece]) -> Piece:
 
 class StopText:
     """Passes on a growing text until one of the texts `stops` is complete. The last letters are held back, one fewer
-    than the longest of `stops` has: they may begin one."""
+    than the longest of `stops` has: a stop text may begin there."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops, self._held = stops, ""
         self._most = max(map(len, stops), default=1) - 1
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Takes more text. Returns the text to pass on now, and whether a stop text has ended the completion. The text
-        then ends before the stop text that was complete first."""
+        """Takes more text. Returns the text to pass on now, and whether a stop text has ended the completion. If it
+        has, the text to pass on ends before the stop text that was complete first."""
         self._held += text
         found = [(place + len(stop), place) for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:

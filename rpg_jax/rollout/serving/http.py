@@ -46,10 +46,10 @@ Convert = Callable[[Admission, RequestFields], Awaitable[dict[str, Any]]]
 async def start(
     admission: Admission, name: str, access: Access, port: int, render: Callable[..., str] | None = None
 ) -> web.AppRunner:
-    """Serves the model `name` in the running loop until `cleanup` of the returned runner, which waits for no request.
-    `port` 0 takes a free port; `runner.addresses[0][1]` is its number. `render` makes the text of a prompt from the
-    messages of a chat, see `ChatForm`; None: chats are refused. Raises OSError if the port is taken, and ValueError if
-    TLS is broken."""
+    """Starts to serve the model `name` over HTTP in the running loop, and returns. The runner's `cleanup` ends the
+    service, and waits for no request. `port` 0 takes a free port; `runner.addresses[0][1]` is its number. `render`
+    makes the text of a prompt from the messages of a chat, see `ChatForm`; None: chats are refused. Raises OSError if
+    the port is taken, and ValueError if TLS is broken."""
     endpoint = _Endpoint(admission, name)
     app = web.Application(middlewares=[_errors, _guard(access.key)], client_max_size=_MOST_BYTES)
     for path, form in (("/v1/completions", TextForm(admission)), ("/v1/chat/completions", ChatForm(admission, render))):
@@ -75,7 +75,7 @@ async def start(
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Gives every refusal OpenAI's form, and ends a request quietly whose client has gone."""
+    """Answers every refusal in OpenAI's form, with its HTTP status. If a client has gone, its request ends silently."""
     try:
         return await handler(request)
     except Refused as refused:
@@ -91,9 +91,10 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _guard(key: ApiKey | None) -> Middleware:
-    """Refuses requests without the key before their body is read, and requests that a web page makes a browser send. A
-    page's request names the page as its Origin. A page whose name leads here (DNS rebinding) has a foreign Host: a
-    server without a key answers only to names of the loopback interface. Only JSON is taken: HTML forms send none."""
+    """Makes a middleware that refuses requests without `key` before their body is read (None: no key is needed), and
+    requests that a web page makes a browser send. Such a request names its page as its Origin. A page whose name leads
+    here (DNS rebinding) has a foreign Host: a server without a key answers only to names of the loopback interface. The
+    body of a POST must be JSON: HTML forms send none."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -124,7 +125,7 @@ class _Endpoint:
         self._model["max_model_len"] = admission.capacity
 
     async def health(self, _: web.Request) -> web.Response:
-        """200 while requests are admitted. A driver that has failed is replaced by the next request."""
+        """Answers 200, and 503 once the server shuts down. The next request replaces a driver that has failed."""
         if self._admission.draining:
             return web.json_response({"status": "draining"}, status=503)
         return web.json_response({"status": "ok"})
@@ -142,7 +143,8 @@ class _Endpoint:
         return web.json_response(self._model)
 
     async def load(self, request: web.Request) -> web.Response:
-        """Replaces the weights by the weights of the folder `model_path`. A load goes on if the client leaves."""
+        """Replaces the weights by those of the folder in the body's `model_path`; then answers `success`, `message`,
+        `weight_version` and the result of `Admission.load`. A load goes on if the client leaves."""
         try:
             body = await _body(request)
             folder, label = body.take("model_path"), body.take("weight_version", "")
@@ -163,7 +165,8 @@ class _Endpoint:
             return web.json_response(await convert(self._admission, await _body(request)))
 
     async def answer(self, form: TextForm | ChatForm, request: web.Request) -> web.StreamResponse:
-        """Answers a request for completions in `form`, whole or as a stream of events."""
+        """Answers a request for completions in `form`, whole or as a stream of events. A refusal after the first event
+        becomes the last event."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
         try:
             with self._admission.request() as take:
@@ -238,7 +241,8 @@ async def _body(request: web.Request) -> RequestFields:
 
 
 async def _send(request: web.Request, response: web.StreamResponse, event: dict[str, Any] | None) -> None:
-    """Sends an event, or the end. Raises ConnectionResetError if the client has gone, or does not read."""
+    """Sends an event; None, the end of the stream. Raises ConnectionResetError if the client has gone, or has read
+    nothing for 30 seconds."""
     data = "[DONE]" if event is None else json.dumps(event)
     try:
         await asyncio.wait_for(response.write(f"data: {data}\n\n".encode()), STALL_SECONDS)

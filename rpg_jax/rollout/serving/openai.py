@@ -18,7 +18,7 @@ _MOST_STOPS = 16
 
 
 class _Kind(NamedTuple):
-    """What a field may be: a function that says whether a value fits, and `what` the value must be, for messages."""
+    """What a field may be: `fits` says whether a value fits, and `what` says in words what fits, for messages."""
 
     fits: Callable[[Any], bool]
     what: str
@@ -46,7 +46,7 @@ def _wholes(low: int, high: int) -> _Kind:
 
 
 def _flag(known: str) -> _Kind:
-    """An object whose only entry, if it has any, is `known`, true or false."""
+    """The kind of an object that has no entry but `known`, true or false, and may be empty."""
     return _Kind(
         lambda value: isinstance(value, dict) and all(key == known and _TRUTH.fits(value[key]) for key in value),
         f'{{"{known}": true or false}}',
@@ -61,8 +61,8 @@ class RequestFields:
         self._left = {name: value for name, value in fields.items() if value is not None}
 
     def take(self, name: str, default: Any = None, kind: _Kind | None = None) -> Any:
-        """Removes a field and returns its value, which must be of `kind`; None takes every value. If the field is
-        absent, returns `default`, which is not checked."""
+        """Removes a field and returns its value, which must be of `kind`; `kind` None takes every value. If the field
+        is absent, returns `default`, which is not checked."""
         if name not in self._left:
             return default
         value = self._left.pop(name)
@@ -83,16 +83,16 @@ class RequestFields:
         )
 
     def shared(self) -> dict[str, Any]:
-        """The fields that texts and conversations have alike, as arguments of `CompletionRequest`: `seed` (None if
-        absent), `stop`, `stream`, and `usage` from the entry `include_usage` of `stream_options`."""
+        """The fields that requests for texts and for conversations share, as arguments of `CompletionRequest`: `seed`
+        (None if absent), `stop`, `stream`, and `usage` from the entry `include_usage` of `stream_options`."""
         usage = self.take("stream_options", {}, _flag("include_usage")).get("include_usage", False)
         stop = self.take("stop", [], _STOP)
         own = {"seed": self.take("seed", None, _whole(0)), "stop": (stop,) if isinstance(stop, str) else tuple(stop)}
         return own | {"stream": self.take("stream", False, _TRUTH), "usage": usage}
 
     def end(self, unused: Mapping[str, Collection[Any] | None]) -> None:
-        """Raises ValueError if a field is left that nothing has read. A field that is a key of `unused` may be left
-        with one of its values there, which change nothing; None stands for every value."""
+        """Raises ValueError if a field is left that nothing has read. `unused` is {field that may be left: the values
+        that it may have, which change nothing; None for every value}."""
         for name in sorted(self._left):
             value, harmless = self._left[name], unused.get(name, ())
             if harmless is not None and value not in harmless:
@@ -119,8 +119,8 @@ UNUSED: dict[str, Collection[Any] | None] = {  # for `RequestFields.end`
 
 class TextForm:
     """Reads requests for text completions, OpenAI's /v1/completions, and writes their answers. `kind` is the value of
-    `object` in an answer, and `piece_kind` that in a piece of a stream. The id of an answer begins with `prefix`.
-    `unused` are the fields that change nothing, for `RequestFields.end`."""
+    `object` in an answer, `piece_kind` its value in a piece of a stream. The id of an answer begins with `prefix`.
+    `unused` is for `RequestFields.end`."""
 
     kind = piece_kind = "text_completion"
     prefix, unused = "cmpl", UNUSED | {"suffix": ("",)}
@@ -129,8 +129,8 @@ class TextForm:
         self._admission = admission
 
     async def read(self, body: RequestFields) -> CompletionRequest:
-        """The request in these fields, which are removed from `body`. Raises ValueError if a field is wrong, or a
-        prompt does not fit the engine. `max_tokens` may be 0 if `echo` is true: then nothing is drawn."""
+        """The request in the fields of `body`. Removes the fields that it reads. `max_tokens` may be 0 if `echo` is
+        true: then nothing is drawn. Raises ValueError if a field is wrong, or a prompt does not fit the engine."""
         prompts = await self._prompts(body.take("prompt"))
         n, echo = body.take("n", 1, _whole(1, MOST_CHOICES)), body.take("echo", False, _TRUTH)
         if n * len(prompts) > MOST_CHOICES:
@@ -157,8 +157,9 @@ class TextForm:
 
     def choice(self, asked: CompletionRequest, choice: Piece) -> dict[str, Any]:
         """An entry of `choices` of the answer to `asked`: `index`, `text`, `logprobs` (None if not asked for),
-        `finish_reason` and `token_ids`. If asked for, also `sampler_logprobs`, the log-probabilities with which the
-        tokens were drawn, and `prompt_token_ids`. Blocks. Raises RolloutError if scoring fails."""
+        `finish_reason` and `token_ids`. If asked for, also `prompt_token_ids` and `sampler_logprobs`, the
+        log-probabilities with which the tokens were drawn; the latter with `logprobs` always. `choice` is a whole
+        completion. Blocks. Raises RolloutError if scoring fails."""
         prompt = asked.prompt_of(choice.index).tolist()
         echoed = self._admission.codec.decode(prompt) if asked.echo else ""
         made: dict[str, Any] = {"index": choice.index, "text": echoed + choice.text, "logprobs": None}
@@ -178,7 +179,8 @@ class TextForm:
         return {"index": piece.index, "text": piece.text, "logprobs": None, "finish_reason": reason, "token_ids": ids}
 
     async def _prompts(self, prompt: Any) -> list[list[int]]:
-        """Token ids of `prompt`, which is a text, a list of token ids, or a list of such."""
+        """The token ids of each prompt in `prompt`: a text, a list of token ids, or a list of texts and such lists.
+        Raises ValueError for another value."""
         several = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
         fits = isinstance(several, list) and all(isinstance(one, str) or _is_ids(one) for one in several)
         if not fits or not several:
@@ -188,7 +190,8 @@ class TextForm:
         return [await self._admission.encode(one) if isinstance(one, str) else one for one in several]
 
     def _logprobs(self, ids: list[int], first: int, k: int) -> dict[str, Any]:
-        """Four lists over the tokens from place `first`. The entries of token 0, which no token precedes, are null."""
+        """Four lists over the tokens `ids` from place `first`, as OpenAI names them; `k` alternatives are named beside
+        each token. The log-probabilities of token 0, which no token precedes, are null."""
         scores, codec = self._admission.score(np.array(ids, np.int32)), self._admission.codec
         decode, decoder = codec.decode, IncrementalDecoder(codec)
         offsets, offset, tops, logprobs = [], 0, [], []
@@ -231,8 +234,8 @@ class ChatForm:
         self._admission, self._render = admission, render
 
     async def read(self, body: RequestFields) -> CompletionRequest:
-        """The request in these fields, which are removed from `body`. Raises ValueError if a field is wrong, the
-        conversation does not fit the engine, or the model has no chat template."""
+        """The request in the fields of `body`. Removes the fields that it reads. Raises ValueError if a field is wrong,
+        the conversation does not fit the engine, or the model has no chat template."""
         if self._render is None:
             raise ValueError("this model has no chat template: send its prompt to /v1/completions")
         options = body.take("chat_template_kwargs", {}, _flag("enable_thinking"))
@@ -254,7 +257,7 @@ class ChatForm:
     def choice(self, asked: CompletionRequest, choice: Piece) -> dict[str, Any]:
         """An entry of `choices` of the answer to `asked`: `index`, `message`, `logprobs` (None if not asked for),
         `finish_reason` and `token_ids`. With `logprobs` also `sampler_logprobs`, the log-probabilities with which the
-        tokens were drawn. Blocks. Raises RolloutError if scoring fails."""
+        tokens were drawn. `choice` is a whole completion. Blocks. Raises RolloutError if scoring fails."""
         message = {"role": "assistant", "content": choice.text}
         made: dict[str, Any] = {"index": choice.index, "message": message, "logprobs": None}
         if asked.logprobs is not None:
@@ -286,7 +289,8 @@ class ChatForm:
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages with their content as text. Raises ValueError, which names the message, for any other form."""
+    """Copies of the messages, in which the `content` is one text: a list of parts of type "text" is joined. Raises
+    ValueError, which names the message, if a role or a content has another form."""
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages must be a list of at least one {role, content}")
     made = []

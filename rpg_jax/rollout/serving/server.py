@@ -52,7 +52,7 @@ class Service(orchestrator.LLMOrchestrator):
         return jetstream_pb2.HealthCheckResponse(is_live=not self._admission.draining)
 
     async def _read(self, request) -> list[int]:
-        """The token ids of a request. Raises ValueError if it has none."""
+        """The token ids of a request's text or tokens. Raises ValueError if it has neither."""
         content = request.WhichOneof("content")
         if content is None:
             raise ValueError("the request has neither text_content nor token_content")
@@ -68,7 +68,7 @@ class KeyGuard(grpc.aio.ServerInterceptor):
         self._key = key
 
     async def intercept_service(self, continuation, details):
-        """The handler of a call: gRPC's own, `continuation(details)`, or one that ends the call."""
+        """The handler of a call: gRPC's own, `continuation(details)`, or, without the key, a handler that refuses."""
         authorization = dict(details.invocation_metadata or ()).get("authorization")
         if details.method.endswith("/HealthCheck") or self._key.opens(authorization):
             return await continuation(details)
@@ -83,16 +83,16 @@ async def _refuse_key(_, context) -> None:
 
 class Server:
     """A gRPC and an HTTP service of one rollout. The constructor starts them in an event loop of a thread of their own.
-
-    `decoding` has the number of slots, and their capacity: the tokens of prompt and completion together. Raises
-    ValueError if a port is taken, TLS is broken, or HTTP is wanted and aiohttp is not installed.
+    The attribute `decoding` has the number of slots, and their capacity: the tokens of prompt and completion together.
+    Raises ValueError if a port is taken, TLS is broken, or HTTP is wanted and aiohttp is not installed. If a port is
+    taken or aiohttp is missing, `rollout` is closed.
 
     Args:
       rollout, codec: the rollout decodes, and `stop` closes it; the codec turns text into token ids and back.
       sampling: the default of each parameter that a request does not set; its `max_tokens` is not used.
       access: the host, TLS and the API key of both services; None for 127.0.0.1 without TLS and key.
       port: the port of gRPC. 0 takes a free port; the attribute `port` has the number.
-      max_active: the most completions, and the most requests, at once. Further ones are refused.
+      max_active: the most completions, and the most requests, at once. Further requests are refused.
       http_port: the port of the HTTP service, and an attribute like `port`; None: no HTTP.
       name: the name of the model, for HTTP clients.
       render: makes a prompt's text from the messages of a chat, see `openai.ChatForm`; None: chats are refused.
@@ -131,8 +131,8 @@ class Server:
         return self._admission.idle_seconds
 
     def stop(self, grace: float = 30.0) -> None:
-        """Refuses new requests, lets running ones end within `grace` seconds, then closes the ports and the rollout.
-        Blocks until all has ended. Requests that are still under way are broken off."""
+        """Refuses new requests and loads, waits at most `grace` seconds until all under way have ended, breaks off the
+        rest, and closes the ports and the rollout. Blocks until all has ended. May be called once."""
         self._admission.draining = True
         self._call(self._stop(grace))
         self._background.close()
