@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file of the page; default: report.html in the first run's folder")
     parser.add_argument(
         "--rollout-steps",
-        type=int,
+        type=cli.number(int, 0),
         default=page.ROLLOUT_STEPS,
         help="the most steps of a run whose rollouts the page shows",
     )

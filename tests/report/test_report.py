@@ -49,3 +49,11 @@ def test_a_run_without_steps_leaves_the_others_their_page(leave_run, tmp_path, m
     report.main()
     assert "<table" in (run / "report.html").read_text(encoding="utf-8") and not (empty / "report.html").exists()
     assert f"left out: {empty}: it has no step" in capsys.readouterr().err
+
+
+def test_a_negative_number_of_steps_is_refused_under_its_flag(leave_run, tmp_path, monkeypatch, capsys):
+    run = leave_run(tmp_path / "run")
+    monkeypatch.setattr(sys, "argv", ["report", str(run), "--rollout-steps=-1"])
+    with pytest.raises(SystemExit):
+        report.main()
+    assert "--rollout-steps: -1 must be at least 0" in capsys.readouterr().err and not (run / "curves.png").exists()
