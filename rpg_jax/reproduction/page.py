@@ -26,9 +26,8 @@ HEADS = {"last": "Last", "best": "Best", "pass": "pass@k"}
 
 
 def write_page(results: Results, folder: Path) -> Path:
-    """Writes the page of a table, NAME.md, and its figures NAME*.png into `folder`; returns the path of the page.
-
-    NAME is `results.name`. The folder is made. Equal results give equal pages. Raises ValueError if no run has a score.
+    """Makes `folder`, writes the page of a table, NAME.md, and its figures NAME*.png into it, and returns the path of
+    the page. NAME is `results.name`. Equal results give equal pages. Raises ValueError if no run has a score.
     """
     name, table, rows = results.name, _in_words_of_today(results), results.rows()
     if not (scores := _scores(rows)):
@@ -58,7 +57,7 @@ def write_page(results: Results, folder: Path) -> Path:
 
 
 def _scores(rows: Rows) -> Columns:
-    """The scores of the runs in %. A run without an evaluation has none."""
+    """The scores of the runs, in %. Runs, rows and sets without an evaluation are left out."""
     found: Columns = {}
     for row, by_seed in rows.items():
         for seed, run in by_seed.items():
@@ -69,7 +68,9 @@ def _scores(rows: Rows) -> Columns:
 
 
 def _in_words_of_today(results: Results) -> Table:
-    """The table of the results, with the present texts and comparisons. Figures of a sweep show its best rows."""
+    """The table of the results, for a table of `TABLES` with today's texts and comparisons. The rows stay as they were
+    run. `shown` of a sweep has its best rows.
+    """
     if results.table.swept:
         return dataclasses.replace(results.table, shown=list(sweeps.best(results).values()))
     if results.name not in TABLES:
@@ -128,9 +129,8 @@ def _learning_rates(results: Results) -> str:
 
 
 def _score_table(rows: Rows, scores: Columns) -> str:
-    """Last, Best and pass@k of each set with intervals.
-
-    If there are enough seeds, the best value is bold and, of four rows or more, the second best is underlined.
+    """A table in Markdown: Last, Best and pass@k of each set with intervals, and the number of seeds of each row. If
+    there are enough seeds, the best value is bold and, of four rows or more, the second best is underlined.
     """
     lines: list[list[object]] = [[row] for row in rows]
     for by_row in scores.values():
@@ -156,9 +156,8 @@ def _differences(table: Table, rows: Rows, last: Mapping[str, Values]) -> list[s
 
 
 def paper_table(table: str) -> list[str]:
-    """A paragraph and a table in Markdown: the numbers that paper_tables.json has under the name `table`.
-
-    A Last above its Best, which is impossible, is flagged. Raises KeyError for an unknown name.
+    """A paragraph and a table in Markdown: the numbers that paper_tables.json has under the name `table`. A Last above
+    its Best, which is impossible, is flagged. Raises KeyError for an unknown name.
     """
     published = json.loads(PAPER.read_text(encoding="utf-8"))
     rows, flagged = [], False
@@ -183,7 +182,7 @@ def _marked(m: Mean, rank: int) -> str:
 
 
 def _origin(results: Results) -> str:
-    """A line with the command, and the number, the code, the machine and the training time of its runs."""
+    """A line with the command, its config, and the number, the code, the machine and the training time of the runs."""
     runs = results.all_runs()
     seconds = sum(sum(series(run.records, "seconds")[1]) for run in runs)
     steps = sorted({run.config["train.steps"] for run in results.runs})
@@ -208,7 +207,7 @@ def _origin(results: Results) -> str:
 
 
 def _code_of_rows(results: Results) -> list[str]:
-    """A paragraph and a table of the rows by commit and packages. Nothing if all runs have the same."""
+    """A paragraph and a table of the rows by commit, packages, Python and device. [] if all runs have the same."""
     codes = _codes(results.all_runs())
     if len(codes) < 2:
         return []
@@ -230,7 +229,7 @@ def _code_of_rows(results: Results) -> list[str]:
 
 
 def _changed_rows(results: Results, today: Mapping[str, Sequence[str]]) -> list[str]:
-    """A paragraph on the rows that have other settings today, or are no row of the table any more; else nothing."""
+    """A paragraph on the rows that have other settings in `today`, or are not among its rows. [] without such rows."""
     rows = [row for row, overrides in results.table.rows.items() if tuple(today.get(row, ())) != tuple(overrides)]
     if not rows:
         return []

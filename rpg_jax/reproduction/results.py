@@ -1,7 +1,7 @@
 """The results of a table: its rows as they were run, and its runs. One compact file keeps the results of a table.
 
 Rows are compared from one warm start: the warm start of another machine may change scores more than any row does.
-Kept runs that started from other weights than the new runs are refused.
+`merge` refuses earlier runs that started from other weights than the new runs.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Results:
 
     Attributes:
       name: the name of the table and of its files.
-      table: the table with its rows as they were run.
+      table: the table with its rows as they were run, without the rates that the scan chose.
       runs: the runs with their metrics, in the order of the table's planned runs.
       command, hardware: the command that made the runs, and the hardware that ran them, as texts.
       extra: overrides of every run, as "--config.train.steps=20".
-      scan: the runs that chose the learning rates; None without such runs.
+      scan: the results of the runs that chose the learning rates; None without such runs.
     """
 
     name: str
@@ -67,11 +67,10 @@ class Results:
 
 
 def collect(planned: Sequence[PlannedRun], out: Path, metrics: re.Pattern[str] = METRICS) -> list[Run]:
-    """Reads the planned runs that have written a config from the folder `out`/runs, in the order of `planned`.
-
-    Their records keep the metrics whose whole names match `metrics`. Numbers are rounded to
-    four significant digits; None stands for one that is not finite. Config fields that change no number of a run are
-    left out, and versions but commit, Python, packages and devices. Raises ValueError for a damaged file.
+    """Reads the planned runs that have written a config from the folder `out`/runs, in the order of `planned`. The
+    records keep the metrics whose whole names match `metrics`. Floats are rounded to four significant digits; None
+    stands for a number that is not finite. Config fields that change no number of a run are left out. Of the versions
+    only commit, uncommitted changes, Python, packages, platform and devices stay. Raises ValueError for a damaged file.
     """
     runs = []
     for plan in planned:
@@ -94,7 +93,7 @@ def collect(planned: Sequence[PlannedRun], out: Path, metrics: re.Pattern[str] =
 
 
 def save(results: Results, path: Path) -> None:
-    """Writes the results to `path` as compressed JSON, and makes its folder. Equal results are equal bytes."""
+    """Writes the results to `path` as compressed JSON. Makes the folder of `path`. Equal results give equal bytes."""
     text = json.dumps(_packed(results), separators=(",", ":"), ensure_ascii=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, gzip.compress(text.encode(), 9, mtime=0))
@@ -111,10 +110,9 @@ def load(path: Path) -> Results:
 
 
 def check_kept(kept: Results, name: str, table: Table, extra: Sequence[str]) -> None:
-    """Refuses kept results that cannot stand on one page with runs of `table`, named `name`, with overrides `extra`.
-
-    Raises ValueError if they are of a table with another name or config file, if their runs have other overrides than
-    `extra`, or if a row of both tables has other settings in `table`.
+    """Raises ValueError if `kept`, earlier results, cannot stand on one page with runs of `table`, whose name is `name`
+    and whose runs all have the overrides `extra`. The reasons are another name or config file, other overrides of all
+    runs, and a row of both tables with other settings.
     """
     if (kept.name, kept.table.config) != (name, table.config):
         raise ValueError(f"the kept numbers are of {kept.name} ({kept.table.config}), not of {name} ({table.config})")
@@ -129,16 +127,15 @@ def check_kept(kept: Results, name: str, table: Table, extra: Sequence[str]) -> 
 
 
 def missing(planned: Sequence[PlannedRun], kept: Results | None) -> list[PlannedRun]:
-    """The planned runs, in order, that are not in `kept` or had not ended there; all of them if `kept` is None."""
+    """The `planned` runs, in order, that are not in `kept` or had not ended there; all of them if `kept` is None."""
     ended = {(run.row, run.seed, run.name) for run in kept.runs if run.ended} if kept else set()
     return [plan for plan in planned if (plan.row, plan.seed, plan.name) not in ended]
 
 
 def merge(kept: Results, new: Results, order: Collection[str]) -> Results:
-    """`new` with the rows and runs of `kept` too, seed by seed. If both have a row and seed, the run of `new` counts.
-
-    Rows stand in the order of the names in `order`; other rows come last. Raises ValueError if runs of one model, read
-    or warm-started, began with different weights.
+    """`new` with the rows, runs and hardware of `kept` too. If both have a row and seed, the run of `new` counts. The
+    runs stand seed by seed. The rows stand in the order of the names in `order`, and other rows come last. Raises
+    ValueError if runs of one model, read or warm-started, began with different weights.
     """
     _check_starts(kept, new)
     rows = {**kept.table.rows, **new.table.rows}
@@ -182,7 +179,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _packed(results: Results) -> dict[str, Any]:
-    """JSON: what all configs share once, equal versions once, metrics by columns."""
+    """The results as JSON holds them: what all configs share once, equal versions once, metrics by columns."""
     configs = [run.config for run in results.runs]
     common = {k: v for k, v in (configs[0] if configs else {}).items() if all(k in c and c[k] == v for c in configs)}
     versions: list[Mapping[str, Any]] = []

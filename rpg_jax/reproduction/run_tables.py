@@ -36,13 +36,13 @@ class TableOptions:
     """How a table is run.
 
     Attributes:
-      out: folder of the runs of all tables, and of a folder for each table.
+      out: the folder in which `runs` has the runs of all tables, and NAME the page of each table.
       seeds: seeds of the reported runs.
       jobs: the number of runs at once.
       extra: overrides of every run, as "--config.train.steps=20".
       command: the command that the page names as its origin.
       scan: whether runs choose the learning rates, if the table has rates; if not, rows have the config's rate.
-      kept: NAME.json.gz of the same table, whose runs are on the page too and are not repeated; None: no such file.
+      kept: NAME.json.gz of the same table of `TABLES`, whose runs are on the page too and are not repeated, or None.
     """
 
     out: Path
@@ -55,12 +55,11 @@ class TableOptions:
 
 
 def make_table(name: str, table: Table, options: TableOptions) -> tuple[Path, dict[str, Path]]:
-    """Trains the runs of a table that have not ended, and writes its page, figures and numbers into `options.out`/NAME.
-
-    Returns (the page, {"row, seed N": log} of the runs that failed) when all have ended. This process uses the CPU.
-
-    Raises ValueError if a run would be refused, a reported seed also chooses learning rates, another command is at work
-    in `options.out`, the runs of `options.kept` do not fit the others, or no run has a score.
+    """Trains the runs of a table that have not ended, and writes the page, figures and numbers into `options.out`/NAME.
+    Blocks until all runs have ended. Returns (the path of the page, {"row, seed N": log} of the runs that failed). This
+    process uses only the CPU from now on. Raises ValueError if a run would be refused, a reported seed also chooses
+    learning rates, another command is at work in `options.out`, one of its runs has another config, the runs of
+    `options.kept` do not fit the others, or no run has a score. A signal ends it as it ends `train_runs`.
     """
     jax.config.update("jax_platforms", "cpu")  # for this process: the accelerator belongs to the runs
     check_table(table, options.extra)
@@ -83,18 +82,16 @@ def make_table(name: str, table: Table, options: TableOptions) -> tuple[Path, di
 
 
 def page_from(data: Path, out: Path) -> Path:
-    """Writes the page and figures of a table from the file `data` of its numbers into `out`/NAME; returns the page.
-
-    Trains nothing. Raises ValueError if there is no such file, or if it holds no numbers of a table.
+    """Writes the page and figures of a table from the file `data` of its numbers into `out`/NAME, and returns the path
+    of the page. Trains nothing. Raises ValueError if there is no such file, or if it holds no numbers of a table.
     """
     found = results.load(data)
     return page.write_page(found, out / found.name)
 
 
 def check_table(table: Table, extra: Sequence[str]) -> None:
-    """Raises ValueError, which names the row, if a run of the table with the overrides `extra` would be refused.
-
-    The reasons are an unknown field, a value that a field does not take, and fields that contradict each other.
+    """Raises ValueError, which names the row, if a run of the table with the overrides `extra` would be refused: it has
+    an unknown field, a value that a field does not take, or fields that contradict each other.
     """
     for row, overrides in table.rows.items():
         try:
@@ -106,7 +103,7 @@ def check_table(table: Table, extra: Sequence[str]) -> None:
 
 
 def quick_rows(table: Table) -> list[str]:
-    """For a quick look: GRPO, DAPO, RPG-REINFORCE-URKL; if one is missing, the baseline and the last two other rows."""
+    """The rows of a quick look: `QUICK_ROWS`; if one is missing, the baseline and the last two other rows."""
     if set(QUICK_ROWS) <= set(table.rows):
         return list(QUICK_ROWS)
     return [table.baseline, *[row for row in reversed(list(table.rows)) if row != table.baseline][:2]]
@@ -115,7 +112,9 @@ def quick_rows(table: Table) -> list[str]:
 def _scan(
     name: str, table: Table, options: TableOptions, kept: Results | None
 ) -> tuple[Results | None, dict[str, Path]]:
-    """Returns (the runs that choose the learning rates, or None without such runs; the logs of the failed runs)."""
+    """Trains the runs that choose the learning rates. Returns (their results, with those of `kept`, or None if nothing
+    is to be chosen; the logs of the runs that failed). Raises ValueError if a reported seed is among their seeds.
+    """
     if not table.rates or not options.scan:
         return None, {}
     if shared := sorted({*table.scan_seeds} & {*options.seeds}):
@@ -149,16 +148,15 @@ def arguments(plan: PlannedRun, out: Path, extra: Sequence[str]) -> list[str]:
 
 
 def _steps_done(plan: PlannedRun, out: Path) -> tuple[int, bool]:
-    """(steps done, whether the run has ended and written its summary)."""
+    """(the last step in the metrics of the run, or 0; whether the run has ended and written its summary)."""
     folder = out / "runs" / plan.name
     run = Run.read(folder)
     return run.records[-1]["step"] if run.records else 0, run.ended and (folder / "summary.md").exists()
 
 
 def check_config(plan: PlannedRun, out: Path, extra: Sequence[str]) -> None:
-    """Raises ValueError, which names the fields, if the run of `plan` in `out` began with another config than now.
-
-    Another number of steps counts too: the run would have ended with fewer or more than the other runs.
+    """Raises ValueError, which names the fields, if the run of `plan` in `out` began with another config than now. Here
+    another number of steps counts too: the run would end with fewer or more than the other runs.
     """
     if there := read_config(out / "runs" / plan.name):
         config = config_files.load(plan.config, arguments(plan, out, extra)[1:]).config
@@ -174,8 +172,7 @@ def check_config(plan: PlannedRun, out: Path, extra: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[int]:
-    """Holds a lock on the file `out`/lock against a second command, and yields the file's descriptor.
-
+    """Holds a lock on the file `out`/lock against a second command, and yields the file's descriptor. `out` must exist.
     A process that inherits the descriptor holds the lock too. Raises ValueError at once if another command, or a run
     that outlived its killed command, works in `out`.
     """
@@ -188,14 +185,12 @@ def locked(out: Path) -> Iterator[int]:
 
 
 def train_runs(planned: Sequence[PlannedRun], out: Path, *, jobs: int, extra: Sequence[str] = ()) -> dict[str, Path]:
-    """Trains the planned runs that have not ended, `jobs` at once; returns {"row, seed N": log} of runs that failed.
-
-    In a new folder the first run is alone, and makes the warm start and the compiled programs that all runs share. If
-    the first run fails, no other run starts. Ctrl-C, SIGTERM and a closed terminal stop the runs after their steps in
-    progress; the same call continues them. The screen shows the running ones, and the steps of all runs.
-
-    Raises ValueError if `out` has one of the runs with another config or other overrides, or if another command is at
-    work in it; KeyboardInterrupt or SystemExit after a signal.
+    """Trains the planned runs that have not ended, `jobs` at once; returns {"row, seed N": log} of runs that failed. If
+    `out` has no warm start, the first run is alone, and makes the warm start and the compiled programs that all runs
+    share. If this run fails, no other run starts. Ctrl-C, SIGTERM and a closed terminal stop the runs after their steps
+    in progress; the same call continues the runs. The screen shows which runs train, and the steps of all runs. Raises
+    ValueError if `out` has one of the runs with another config or other overrides, or if another command is at work in
+    `out`; KeyboardInterrupt or SystemExit after a signal.
     """
     (out / "logs").mkdir(parents=True, exist_ok=True)
     with locked(out) as lock:
@@ -228,7 +223,7 @@ def train_runs(planned: Sequence[PlannedRun], out: Path, *, jobs: int, extra: Se
 
 
 def train_in_worker(arguments: Sequence[str]) -> int:
-    """Trains one run by the command line `arguments`, which it notes in `sys.argv`; returns its exit code."""
+    """Trains one run by the command line `arguments`, which replaces `sys.argv`; returns the run's exit code."""
     sys.argv = [str(Path(rpg_jax.__file__).parent / "train.py"), *arguments]  # noted in versions.json
     return train_command.main(arguments)
 
@@ -247,10 +242,9 @@ def platform_name() -> str:
 
 
 def jobs_at_once(asked: int | None, backend: str) -> int:
-    """The number of runs at a time on the backend "cpu", "gpu" or "tpu": `asked`; for None 1 on a TPU, else one a core.
-
-    For several runs on a GPU it sets the environment variable by which each takes an equal part of the GPU's memory.
-    Raises ValueError if `asked` is below 1, or above 1 on a TPU.
+    """The number of runs at a time on the backend "cpu", "gpu" or "tpu": `asked`; for None 1 on a TPU, else one for
+    each CPU core. For several runs on a GPU it also sets XLA_PYTHON_CLIENT_MEM_FRACTION, if this variable is unset:
+    each run then takes an equal part of the GPU's memory. Raises ValueError if `asked` is below 1, or above 1 on a TPU.
     """
     if asked is not None and asked < 1:
         raise ValueError(f"--jobs={asked}: at least 1")

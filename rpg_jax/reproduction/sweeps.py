@@ -17,12 +17,10 @@ Accuracy = dict[str, dict[str, dict[int, float]]]
 
 
 def sweep_table(config: str, methods: Sequence[str], sweeps: Sequence[str]) -> tuple[str, Table]:
-    """The name and the table of every combination of values: `methods`, and `sweeps`, each a FIELD=VALUE,VALUE.
-
-    `config` is the config file of every run; without methods, its method counts. The name begins with "sweep-".
-
-    Raises ValueError for a text of another form, an unknown field, a value of another type, a field or a value that is
-    given twice, and for the seed and the fields `run.*`, which tell runs apart anyway.
+    """(the name, which begins with "sweep-"; the table of every combination of `methods` with the values of `sweeps`,
+    each a text FIELD=VALUE,VALUE). `config` is the config file of every run; without methods, its method counts. Raises
+    ValueError for a text of another form, an unknown field, a value of another type, a field or a value that is there
+    twice, and for the seed and the fields `run.*`, which tell runs apart anyway.
     """
     fields: dict[str, list[Any]] = {}
     for text in sweeps:
@@ -52,7 +50,7 @@ def sweep_table(config: str, methods: Sequence[str], sweeps: Sequence[str]) -> t
 
 
 def _late_accuracy(sweep: Results) -> Accuracy:
-    """The late training accuracy of every run that has ended, in %."""
+    """The training accuracy, in %, over the last third of the steps of every run that has ended."""
     found: Accuracy = {}
     for row, (group, _) in sweep.table.swept.items():
         found.setdefault(group, {})[row] = {
@@ -62,11 +60,10 @@ def _late_accuracy(sweep: Results) -> Accuracy:
 
 
 def best(sweep: Results) -> dict[str, str]:
-    """{row without swept values: its best row of the sweep}.
-
-    The rule: the highest mean, over the seeds, of the training accuracy over the last third of the steps; of equal
-    means, the first counts. A row of the sweep in which a run failed, did not end or diverged is never best. A row
-    without swept values is missing if no row of the sweep is left for it.
+    """{row without swept values: its best row of the sweep}. The best row has the highest mean, over the seeds, of the
+    training accuracy over the last third of the steps; of equal means, the first counts. A row of the sweep in which a
+    run failed, did not end or has no accuracy is never best. A row without swept values is missing if none of its rows
+    of the sweep can be best.
     """
     seeds = {run.seed for run in sweep.runs}
     chosen = {}
@@ -82,7 +79,7 @@ def best(sweep: Results) -> dict[str, str]:
 
 
 def best_values(sweep: Results) -> dict[str, Mapping[str, Any]]:
-    """{row without swept values: {swept field: value}}, with the values of the highest mean late training accuracy."""
+    """{row without swept values: {swept field: value}}, with the values of the row that `best` chooses."""
     return {group: sweep.table.swept[row][1] for group, row in best(sweep).items()}
 
 
@@ -116,7 +113,7 @@ def _cell(by_seed: Mapping[int, float], chosen: bool) -> str:
 
 
 def _ends(sweep: Results) -> list[str]:
-    """A sentence for each field: the rows whose chosen number lies at an end of the range."""
+    """For each field with numbers, a sentence on each end of the range: the rows whose chosen number lies there."""
     sentences = []
     picked = best_values(sweep)
     for field in dict.fromkeys(itertools.chain.from_iterable(values for _, values in sweep.table.swept.values())):
@@ -134,5 +131,5 @@ def _ends(sweep: Results) -> list[str]:
 
 
 def _typed(config: str, field: str, text: str) -> Any:
-    """The value of a field as the config reads it from the command line."""
+    """The value of `field` that `text` gives on the command line. Raises ValueError as `config_files.load` does."""
     return config_files.load(config, [run_names.option(field, text)]).config[field]

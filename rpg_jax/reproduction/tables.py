@@ -24,7 +24,7 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """The name of the run's folder. It states the settings and not the row: two tables may share a run."""
+        """The name of the run's folder. The name has the settings and not the row: two tables may share a run."""
         return f"{run_names.run_name(self.config, self.overrides)}-seed{self.seed}"
 
     def __str__(self) -> str:
@@ -42,10 +42,11 @@ class Table:
       paper: where the paper has this comparison, and what differs here.
       config: the config file of every run.
       published: the paper's own tables to show on the page, by their names in paper_tables.json.
-      baselines: row -> the row that it is compared with, if that is not `baseline`.
+      baselines: row -> the row that it is compared with, in place of `baseline`.
       pooled: name -> rows that are one algorithm to a thousandth of the gradient; their mean is compared too, since
         their differences from each other are noise.
-      starts: name -> rows that differ in the weights they start from. Their differences are compared over starts too.
+      starts: name -> rows that differ only in the weights they start from. Their differences to the compared rows are
+        averaged over the starts too.
       shown: the rows in figures with lines, if these figures have no room for all rows.
       rates: learning rates to choose from for each row, by runs with `scan_seeds`. Empty: all have the config's rate.
       scan_seeds: seeds of the runs that choose learning rates; no other run has these seeds.
@@ -71,8 +72,8 @@ class Table:
         return self.baselines.get(row, self.baseline)
 
     def named(self, text: str) -> list[str]:
-        """Splits a text of rows at its commas; blanks beside a comma do not count. A row's name can have commas: the
-        longest known name is taken. An unknown name ends at the next comma, and is not refused here."""
+        """The names of rows in a text that separates them by commas; blanks beside a comma do not count. A name can
+        have commas: the longest known name is taken. An unknown name ends at the next comma, and is not refused."""
         parts, names = [part.strip() for part in text.split(",")], []
         while parts:
             known = (n for n in range(len(parts), 0, -1) if ", ".join(parts[:n]) in self.rows)
@@ -92,7 +93,7 @@ class Table:
         return [PlannedRun(row, seed, self.config, tuple(self.rows[row])) for seed in seeds for row in self.rows]
 
     def with_settings(self, values: Mapping[str, Mapping[str, Any]]) -> "Table":
-        """The table of the rows in `values` only, {row: {field: value}}, with these values as further overrides."""
+        """The table of only the rows in `values`, {row: {field: value}}, with these values as further overrides."""
         rows = {
             row: (*self.rows[row], *(run_names.option(field, value) for field, value in own.items()))
             for row, own in values.items()
@@ -100,7 +101,7 @@ class Table:
         return dataclasses.replace(self, rows=rows)
 
     def scan(self) -> "Table":
-        """The table of each row at each of `rates`, whose runs choose the learning rates of the rows."""
+        """A sweep: the table of each row at each of `rates`, whose runs choose the learning rates of the rows."""
         return crossed(
             self.rows,
             {LEARNING_RATE: list(self.rates)},
@@ -113,10 +114,9 @@ class Table:
 def crossed(
     rows: Mapping[str, Sequence[str]], fields: Mapping[str, Sequence[Any]], *, title: str, paper: str, config: str
 ) -> Table:
-    """The table of each row, {name: overrides}, with every combination of values, {field: values}, row by row.
-
-    A new row is compared with the first combination of its row. The first combination is compared with the first row.
-    `swept` of the table has the row and the values of each new row.
+    """The table of each of `rows`, {name: overrides}, with every combination of `fields`, {field: values}, row by row.
+    The first combination of a row is compared with the first row of the table; the other combinations of the row are
+    compared with its first. `swept` has the row and the values of each combination. The rest is as in `Table`.
     """
     combinations = [dict(zip(fields, values, strict=True)) for values in itertools.product(*fields.values())]
     made: dict[str, tuple[str, ...]] = {}

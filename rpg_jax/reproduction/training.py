@@ -20,7 +20,6 @@ UNEQUAL = 0.05  # share of a row's cost: a larger difference counts. One more ba
 
 def training_table(table: Table, rows: Rows) -> list[str]:
     """Paragraphs and a table in Markdown: a row's metrics over the last third of its steps, and completions generated.
-
     `rows` is {row: {seed: run}}. The difference in training accuracy to the compared row is paired by seed. Training
     accuracy averages many more completions than held-out accuracy: it has far less noise.
     """
@@ -56,10 +55,9 @@ def training_table(table: Table, rows: Rows) -> list[str]:
 
 
 def all_differences(table: Table, columns: Mapping[str, Values]) -> list[str]:
-    """Paragraphs on the differences to compared rows, paired by seed. `columns` is {column: {row: {seed: points}}}.
-
-    They count the intervals without 0, and give the mean of rows that are one algorithm (`table.pooled`) and the mean
-    over starts (`table.starts`). [] if there is nothing to say.
+    """Paragraphs on the differences to compared rows, paired by seed. `columns` is {column: {row: {seed: points}}}. The
+    paragraphs count the intervals without 0, and give the mean of rows that are one algorithm (`table.pooled`) and the
+    mean over starts (`table.starts`). [] if there is nothing to say.
     """
     differences = [d for values in columns.values() for row in values if (d := _difference(table, row, values))]
     parts = [text] if (text := tally(differences)) else []
@@ -82,9 +80,8 @@ def all_differences(table: Table, columns: Mapping[str, Values]) -> list[str]:
 
 
 def _reference(by_seed: Mapping[int, Run]) -> str:
-    """KL(π_old‖π_ref) in millinats per token, and the name of π_ref.
-
-    It is the sum of two metrics: the mean of log π_θ/π_ref and the mean of log π_old/π_θ.
+    """KL(π_old‖π_ref) in millinats per token, and the name of π_ref; "–" if π_ref is the behaviour policy. The KL is
+    the sum of two metrics: the mean of log π_θ/π_ref and the mean of log π_old/π_θ.
     """
     config = next(iter(by_seed.values())).config
     every = Count.parse(config["reference.every"], "reference.every")
@@ -106,9 +103,8 @@ def _difference(table: Table, row: str, values: Values) -> Mean | None:
 
 
 def difference_table(table: Table, rows: Iterable[str], columns: Mapping[str, Values], corner: str = "") -> str:
-    """A table in Markdown of differences to the compared rows, paired by seed, with 95 % intervals.
-
-    `columns` is {column: {row: {seed: points}}}. Those of `rows` with a difference appear, below the head `corner`.
+    """A table in Markdown of differences to the compared rows, paired by seed, with 95 % intervals. `columns` is
+    {column: {row: {seed: points}}}. Of `rows`, those with a difference have a line. `corner` is the head of the rows.
     """
     found = {row: [_difference(table, row, values) for values in columns.values()] for row in rows}
     shown = {row: own for row, own in found.items() if any(own)}
@@ -117,7 +113,7 @@ def difference_table(table: Table, rows: Iterable[str], columns: Mapping[str, Va
 
 
 def _starred(points: Mean) -> str:
-    """A difference in points, in italics if its interval excludes 0. Its digits do not depend on a sum's order."""
+    """A difference in points as text, in italics if its interval excludes 0. No digit depends on a sum's order."""
     text = f"{round(points.value, 9) + 0.0:+.1f}{points.margin}"
     return f"*{text}*" if points.excludes_zero else text
 
@@ -133,9 +129,8 @@ def significant(m: Mean) -> str:
 
 
 def equal_cost(table: Table, rows: Rows) -> list[str]:
-    """Paragraphs, and a table of the differences in training accuracy at equal updates, completions and seconds.
-
-    `rows` is {row: {seed: run}}; runs that have not ended are left out. [] if the rows' costs differ by at most 5 %.
+    """Paragraphs, and a table of the differences in training accuracy at equal updates, completions and seconds. `rows`
+    is {row: {seed: run}}; runs that have not ended are left out. [] if no run has ended or costs differ by at most 5 %.
     """
     ended = {row: own for row, by_seed in rows.items() if (own := {s: run for s, run in by_seed.items() if run.ended})}
     runs = [run for by_seed in ended.values() for run in by_seed.values()]
@@ -164,9 +159,8 @@ def equal_cost(table: Table, rows: Rows) -> list[str]:
 
 
 def _accuracy_within(rows: Rows, axis: str, budget: float) -> dict[str, dict[int, float]]:
-    """{row: {seed: training accuracy in %}} over the last third of the steps within a budget.
-
-    Runs whose first step costs more are left out.
+    """{row: {seed: training accuracy in %}} over the last third of the steps within `budget`, a cost on the axis `axis`
+    of `Run.costs`. Runs whose first step costs more are left out.
     """
     found: dict[str, dict[int, float]] = {}
     for row, by_seed in rows.items():

@@ -35,8 +35,8 @@ _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @dataclasses.dataclass(frozen=True)
 class Task:
     """A call of `function`, "module:name", with `argument`, which JSON can hold. All output is added to the file `log`.
-
-    The function returns an exit code, or a list or a dict: the result of a task that ended well. `name` is for callers.
+    The function returns an exit code, or something else that JSON can hold: the result of a task that ended well.
+    `name` is for callers.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """A task that has ended: its exit code, and what its function returned; None if the exit code is not 0."""
+    """A task that has ended: its exit code, and what its function returned, or None if the exit code is not 0."""
 
     task: Task
     code: int
@@ -61,9 +61,10 @@ def cores() -> int:
 
 class Worker:
     """A process that carries out tasks, one at a time. It starts with its first task, and anew after a failed task.
+    `task` is the task in progress, or None.
 
     Args:
-      place: index of its only core among the cores that this process may use; None binds it to no core.
+      place: index of the process's only core among the cores that this process may use; None binds it to no core.
       inherited: descriptors that the process inherits, for example of a lock.
     """
 
@@ -84,7 +85,7 @@ class Worker:
             self._process.stdin.flush()
 
     def take(self) -> Done | None:
-        """Returns `Done` once, after the task that was given has ended; None before. It does not wait for the end."""
+        """Returns at once: None while the task is in progress, `Done` once after its end. Then there is no task."""
         process, task = self._process, self.task
         assert process is not None and process.stdout is not None and task is not None
         code = process.poll()  # before the look: an answer that is written later is seen the next time
@@ -123,10 +124,9 @@ class Worker:
 
 @contextlib.contextmanager
 def _workers(jobs: int, inherited: Sequence[int]) -> Iterator[tuple[list[Worker], list[int]]]:
-    """Yields the workers and the signals heard so far; ends the workers when the context ends.
-
-    The handlers only note a signal. If a handler raised between the start of a process and its entry in a worker,
-    nothing would end that process.
+    """Yields the workers and the signals heard so far; ends the workers when the context ends, and then raises as
+    `run_tasks` does if a signal was heard. The handlers only note a signal. If a handler raised between the start of a
+    process and its entry in a worker, nothing would end that process.
     """
     can_bind = hasattr(os, "sched_setaffinity")
     workers = [Worker(place if can_bind and 1 < jobs <= cores() else None, inherited) for place in range(jobs)]
@@ -154,14 +154,13 @@ def run_tasks(
     first_alone: bool = False,
     on_tick: Callable[[Sequence[Task]], None] = lambda running: None,
 ) -> Iterator[Done]:
-    """Carries out tasks, `jobs` at a time, in processes of their own, and yields each task when it has ended.
-
-    The tasks run while the iterator is read, in the main thread; the processes end with the iterator.
+    """Carries out tasks, `jobs` at a time, in worker processes, and yields the `Done` of each task when it has ended.
+    Read the iterator in the main thread: tasks start only while it is read. The processes end with the iterator.
 
     Args:
       inherited: the descriptor of a lock, which the workers hold too.
-      first_alone: the first task runs alone, and no other starts if it fails.
-      on_tick: called with the tasks in progress, twice a second.
+      first_alone: the first task runs alone, and no other task starts if the first fails.
+      on_tick: called with the tasks in progress, about twice a second.
 
     Raises KeyboardInterrupt for SIGINT and SystemExit for SIGTERM or SIGHUP, after the tasks in progress were ended.
     """
@@ -182,7 +181,7 @@ def run_tasks(
 
 
 def main() -> int:
-    """Runs as a worker: carries out tasks from stdin until one fails, and returns its exit code; 0 if stdin ends."""
+    """Runs as a worker: carries out tasks from stdin until one fails, and returns its exit code; 0 if all end well."""
     cli.prepare_process()
     answers = os.dup(1)
     for line in sys.stdin:
