@@ -62,6 +62,18 @@ def test_no_task_is_made(run, tmp_path, monkeypatch):
     Policy.from_run(run[0])
 
 
+@pytest.mark.parametrize(
+    "overrides, error",
+    [
+        ({"rollout.max_tokns": 3}, r"^no config field 'rollout\.max_tokns'; did you mean rollout\.max_tokens\?"),
+        ({"rollout.max_tokens": "three"}, r"^rollout\.max_tokens='three' must be of the type int"),
+    ],
+)
+def test_an_override_that_no_run_has_is_named(run, overrides, error):
+    with pytest.raises(ValueError, match=error):
+        Policy.from_run(run[0], overrides=overrides)
+
+
 @pytest.mark.slow  # two processes
 @pytest.mark.parametrize("module", ["export", "evaluate"])
 def test_a_bucket_to_write_to_is_one_line_with_the_fix(run, module, tmp_path):

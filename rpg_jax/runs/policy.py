@@ -336,8 +336,7 @@ def of_run(
     have written it. Without `weights`, `Policy.params` is None. `merge` adds adapters to their base; without `merge`
     the params are the adapters. Raises ValueError if the folder has no run, or not that checkpoint.
     """
-    config = run_folder.read_config(folder.files)
-    config.update_from_flattened_dict(changes)
+    config = config_files.changed(run_folder.read_config(folder.files), changes)
     if held_out:
         check_trusted(config, folder.home, trust=trust)
     if not (config.model.tokenizer or config.model.path or (folder.files / "tokenizer.model").is_file()):
