@@ -262,11 +262,11 @@ class Demonstrations:
         # A problem stands here once for each demonstration, so a batch has `batch_size` demonstrations. A task that has
         # `examples` of its own makes the demonstrations of a problem when the problem is drawn.
         problems = [dataclasses.replace(p, demonstrations=(text,)) for p in given for text in p.demonstrations] or given
-        if not problems:
+        if not problems or not e.task.examples(problems[:1]):
             raise ValueError(
                 f"no problem of task.name={c.task.name!r} has a demonstration: give rows a `demonstration` or "
-                "`completion`, or `messages` that end with the assistant's turn, or set warm_start.train, or leave "
-                "the warm start out, by warm_start.enabled=False"
+                "`completion`, or `messages` that end with the assistant's turn, give a class of your own `examples`, "
+                "set warm_start.train, or leave the warm start out, by warm_start.enabled=False"
             )
         self._total = None if epochs is None else epochs * len(problems)
         self._size, self.epoch = len(problems), 0.0

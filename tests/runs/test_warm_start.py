@@ -113,6 +113,10 @@ def test_a_task_without_demonstrations_is_named():
         ValueError, match=r"^no problem of task\.name='arithmetic' has a demonstration: give rows a `dem"
     ):
         Demonstrations(experiment_of([]))
+    experiment = experiment_of(PROBLEMS)
+    experiment.task = dataclasses.replace(experiment.task, examples=lambda problems: [])
+    with pytest.raises(ValueError, match="give a class of your own `examples`"):
+        Demonstrations(experiment)
 
 
 def test_packed_demonstrations_share_rows_and_none_is_lost_or_repeated():
