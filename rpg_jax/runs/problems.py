@@ -183,6 +183,8 @@ def _own(config: ConfigDict) -> Task:
     if missing := [name for name in ("problems", "texts") if not callable(getattr(task, name, None))]:
         raise ValueError(f"task.name={config.task.name}: it has no {missing[0]}(); docs/environments.md has an example")
     sets, notes = cut({name: task.problems(name) for name in _held_out_sets(config)}, config.evaluation.problems)
+    if empty := [name for name, problems in sets.items() if not problems]:
+        raise ValueError(f"task.name={config.task.name} has no problem in the set {empty[0]!r} of task.held_out_sets")
 
     def examples(problems: Sequence[data.Problem]) -> list[tuple[data.Problem, Demonstration]]:
         shown = task.examples(problems, turns=config.environment.max_turns) if hasattr(task, "examples") else ()

@@ -183,6 +183,10 @@ class Shown(Doubles):
     def examples(self, problems, *, turns):
         return [f"{turns} {problem.answer}" for problem in problems]
 
+class Empty(Doubles):
+    def problems(self, name, count=None):
+        return [] if name == "held out" else super().problems(name, count)
+
 class Silent:
     def __init__(self, held_out):
         self.texts = list
@@ -200,6 +204,7 @@ def test_a_class_of_ones_own_makes_the_problems_and_the_demonstrations(tmp_path,
     config.task.name, config.environment.max_turns = "own_task:Shown", 7
     assert [text for _, text in Task.from_config(config).examples(task.train)] == ["7 4", "7 6", "7 8"]
     for name, error in (
+        ("own_task:Empty", "own_task:Empty has no problem in the set 'held out'"),
         ("own_task:Silent", r"it has no problems\(\)"),
         ("arithmatic", "known: arithmetic, chains, files, module:Class"),
         ("own_tusk:Doubles", "cannot import 'own_tusk' for the task .*PYTHONPATH"),
