@@ -125,7 +125,7 @@ def differences(all_facts: list[dict[str, Any]]) -> str:
 def device_holders(proc: Path = Path("/proc")) -> dict[int, str]:
     """{process id: command line} of other processes of this host that are seen to have a TPU's device file open."""
     holders = {}
-    for folder in proc.iterdir():
+    for folder in proc.iterdir() if proc.is_dir() else ():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
             continue
         try:

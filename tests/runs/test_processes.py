@@ -76,6 +76,7 @@ def test_a_process_that_holds_the_device_is_named(tmp_path):
         (folder / "3").symlink_to(device)
         (tmp_path / str(pid) / "cmdline").write_bytes(b"python\0train.py\0")
     assert processes.device_holders(tmp_path) == {101: "python train.py"}
+    assert processes.device_holders(tmp_path / "missing") == {}  # macOS has no /proc
 
 
 @pytest.mark.slow  # a process that starts JAX
