@@ -48,8 +48,8 @@ NONE: Changes = MappingProxyType({})
 
 class Sample(NamedTuple):
     """One completion of a prompt. `text` is without special tokens. `tokens` i32[n] are the sampled ids, with the stop
-    token if one was drawn, and `logprobs` f32[n] their log-probabilities in nats, of the distribution sampled from.
-    `finish_reason` is "stop", for a stop token, or "length", if a limit has cut the completion.
+    token if one was drawn. `logprobs` f32[n] are the log-probabilities, in nats, with which the ids were drawn, after
+    temperature and top-p; 0 for greedy ids. `finish_reason` is "stop", for a stop token, or "length", for a limit.
     """
 
     text: str
@@ -65,7 +65,7 @@ _MULTIPLE = 128  # the tokens of a row are a multiple: few shapes to compile, an
 
 
 def _shape(groups: Sequence[data.Example], layout: Layout) -> data.RowShape:
-    """Rows for `Policy.logprobs`: completions share a row and their prompt where the device can."""
+    """The shape of rows that hold `groups`, at least one. Completions of a prompt share a row where `layout` allows."""
     one = max(len(g.prompt) + len(c.tokens) for g in groups for c in g.completions)
     group = max(len(g.prompt) + sum(len(c.tokens) for c in g.completions) for g in groups)
     shared = group > one and shares_prompts(layout)
@@ -80,6 +80,7 @@ class Policy:
     Attributes:
       experiment: tokenizer, problems, model and mesh.
       params: the weights as a nested dict of arrays, layers stacked on the first axis; None if they are not loaded.
+        Only a policy with `params` samples, scores and exports.
       step: the step of the checkpoint; 0 without a checkpoint.
     """
 
@@ -96,7 +97,7 @@ class Policy:
           step: the step of the checkpoint; None: the last one.
           overrides: values of config fields, by dotted name, that replace the run's, as {"rollout.max_tokens": 64}.
 
-        Raises ValueError if there is no such run or checkpoint. The message lists the runs or checkpoints that exist.
+        Raises ValueError if there is no such run, checkpoint or field. The message names those that exist.
         """
         cli.prepare_libraries()
         run_folder.use_compilation_cache()
@@ -112,15 +113,15 @@ class Policy:
         config: str = "base",
         overrides: Changes = NONE,
     ) -> Policy:
-        """The policy of a model in Hugging Face layout, in float32 on a CPU, in bfloat16 where it is fast.
+        """The policy of a model in Hugging Face layout: in bfloat16 on devices that compute it fast, else in float32.
 
         Args:
           model: a folder, OWNER/NAME on the hub, gs://BUCKET/FOLDER, or a local FILE.gguf.
-          max_prompt_tokens, max_tokens: the limits of prompts and completions.
-          config: the name of a shipped config or a config file; its fields of mesh, dtypes and rollout count.
+          max_prompt_tokens, max_tokens: the limits of prompts and completions. The config's own limits do not count.
+          config: a shipped config's name, or a config file, for the other fields. Its dtype does not count either.
           overrides: values of config fields by dotted name, {"rollout.slots": 8}. They win over the other arguments.
 
-        Raises ValueError if there is no such model, or it is damaged; the message says what is missing.
+        Raises ValueError if the model is missing or damaged, and says what is missing, or if there is no such field.
         """
         cli.prepare_libraries()
         run_folder.use_compilation_cache()
@@ -144,11 +145,11 @@ class Policy:
         """Draws `k` completions of each prompt. Returns a list of `Sample`s per prompt; for a single prompt, its list.
 
         A prompt is a text, or the messages of a conversation, [{"role": "user", "content": "…"}, …]. Prompts pass the
-        chat template, if the tokenizer has one. Temperature 0 is greedy. `max_tokens` is at most the config's
-        `rollout.max_tokens`, which is the default. A line on stderr names characters that the tokenizer does not know,
-        another says if answers are written backwards. Equal arguments, with `seed`, give equal completions.
-
-        Raises ValueError if a prompt is longer than `task.max_prompt_tokens` or malformed, or `k` is below 1.
+        chat template, if the tokenizer has one. Temperature 0 is greedy. A completion has at most `max_tokens` tokens;
+        None, and any larger number, is the config's `rollout.max_tokens`. A line on stderr names a text's characters
+        that the tokenizer does not know; another says if answers are written backwards. Equal arguments give equal
+        completions. Raises ValueError if a prompt is malformed or longer than `task.max_prompt_tokens`, or if `k`,
+        `max_tokens` or `temperature` is out of its range.
         """
         single = isinstance(prompts, str) or bool(prompts and isinstance(prompts[0], Mapping))
         asked: Sequence[Any] = [prompts] if single else prompts
@@ -173,9 +174,9 @@ class Policy:
         self, messages: str | Messages, *, temperature: float = 1.0, max_tokens: int | None = None, seed: int = 0
     ) -> Iterator[str]:
         """Yields the policy's answer to a text, or to a conversation [{"role": "user", "content": "…"}, …], piece by
-        piece, as it is decoded. `temperature` 0 is greedy; `max_tokens` is at most `rollout.max_tokens`, the default.
-        Joined, the pieces are the text of `sample`. To go on, append {"role": "assistant", "content": answer} and the
-        next message to `messages`, and call again. Raises ValueError, at the first piece, if a prompt is too long.
+        piece, as it is decoded. The other arguments are as in `sample`. Joined, the pieces are the text of `sample`.
+        To go on, append {"role": "assistant", "content": answer} and the next message to `messages`, and call again.
+        The first `next` raises the errors of `sample`.
         """
         [tokens], tokenizer = self.encode([messages]), self.experiment.tokenizer
         sampling, stops = self._sampling(temperature, max_tokens), set(tokenizer.stop_token_ids)
@@ -191,8 +192,8 @@ class Policy:
         return own if max_tokens is None else dataclasses.replace(own, max_tokens=min(max_tokens, own.max_tokens))
 
     def _rollout(self, rows: int, length: int) -> LockstepRollout:
-        """A rollout with room for `rows` completions of `length` tokens, prompts included. Later calls use it again. A
-        single completion is decoded token by token, so that `chat` shows each token at once.
+        """A rollout with room for `rows` completions of `length` tokens, prompts included. Calls that need equal room
+        share one rollout. A single completion is decoded token by token, so that `chat` shows each token at once.
         """
         c, layout = self.experiment.config, self.experiment.layout
         most = capacity(c.task.max_prompt_tokens, c.rollout.max_tokens)
@@ -218,13 +219,11 @@ class Policy:
     def logprobs(
         self, prompts: Sequence[str], completions: Sequence[str | Sample | Sequence[int]], *, temperature: float = 1.0
     ) -> list[np.ndarray]:
-        """log π(token | prompt, tokens before it) of every token of `completions[i]` after `prompts[i]`, f32[n], nats.
-
-        A completion is a text, a `Sample` or token ids. A text has no stop token at its end. Training computes the same
-        numbers, at its own temperature. Neighbouring completions with equal prompts share the prompt's work.
-
-        Raises ValueError if the two lists differ in length, a prompt is too long, or a completion has no token, or a
-        token that the model does not have.
+        """Returns one f32[n] for each i: log π(token | prompt, tokens before it), in nats, of every token of
+        `completions[i]` after `prompts[i]`. The logits are divided by `temperature`, as training divides them by its
+        own. A completion is a text, to which no stop token is added, a `Sample` or token ids. Neighbouring completions
+        with equal prompts share the prompt's work. Raises ValueError if the two lists differ in length, a prompt is too
+        long, or a completion has no token, or a token that the model does not have.
         """
         if len(prompts) != len(completions):
             raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: give one prompt for each")
@@ -270,7 +269,7 @@ class Policy:
         return tokens
 
     def _surprises(self, prompts: Sequence[str | Messages]) -> Iterator[str]:
-        """A line on each prompt with characters that the tokenizer does not know, and on answers written backwards."""
+        """A line on each text with characters that the tokenizer does not know; a line if answers are backwards."""
         config = self.experiment.config
         for text in [prompt for prompt in prompts if isinstance(prompt, str)]:
             if unknown := self.experiment.tokenizer.unknown(text):
@@ -279,10 +278,10 @@ class Policy:
             yield "answers are written from the lowest digit (task.reverse): 24 is 42"
 
     def export(self, out: str | Path, *, dtype: str | None = None) -> None:
-        """Writes the weights, their config and the tokenizer as a folder in Hugging Face layout.
+        """Writes the weights, the model's config and the tokenizer as a folder in Hugging Face layout.
 
         Args:
-          out: a local folder that is empty or not there. It appears when all of its files are written.
+          out: a local folder that is empty or not there. The files appear in it together, when all are written.
           dtype: the dtype of the weights, "float32" or "bfloat16"; None keeps the dtype of `params`.
 
         Raises ValueError if `out` holds files already, or is no local folder.
@@ -299,7 +298,7 @@ class Policy:
 
 
 def _asked(number: int, prompt: str | Messages) -> data.Problem:
-    """A prompt as a problem. Raises ValueError for messages without a role or a text."""
+    """A prompt as a problem with the id `number`. Raises ValueError for messages without a role or a text."""
     if isinstance(prompt, str):
         check_unicode(prompt, f"prompt {number}")
         return data.Problem(number, prompt, answer="", source="prompt")
@@ -329,12 +328,12 @@ def of_run(
     merge: bool = True,
     trust: bool = False,
 ) -> Policy:
-    """The policy of a run's checkpoint after step `step`, by default the last.
-
+    """The policy of a run's checkpoint after step `step`, by default the last. `folder` is an open, fetched folder.
     `changes` are values of config fields, by dotted name, that replace the run's. `held_out` loads the problems of
-    evaluations; without `trust` this is refused if the config names code to import or a judge to ask, as another may
-    have written it. Without `weights`, `Policy.params` is None. `merge` adds adapters to their base; without `merge`
-    the params are the adapters. Raises ValueError if the folder has no run, or not that checkpoint.
+    evaluations. Somebody else may have written the config: if it names code to import or a judge to ask, `held_out`
+    needs `trust`. Without `weights` no checkpoint is read, and `Policy.params` is None. `merge` adds adapters to their
+    base; without `merge` the params are the adapters. Raises ValueError if the folder has no run, a field does not
+    exist, `trust` is missing, or the checkpoint is not there.
     """
     config = config_files.changed(run_folder.read_config(folder.files), changes)
     if held_out:
@@ -365,9 +364,9 @@ def of_config(
 ) -> Policy:
     """The policy of `model.path`, or one with random weights, in `model.compute_dtype`. The adapters of
     `model.lora.path` are merged into the weights; new adapters change nothing, and are left out. A tokenizer that is
-    trained here is written to `scratch`. `changes` are values of config fields by dotted name. `held_out` loads the
-    problems of evaluations, and may import the user's code. Without `weights`, `Policy.params` is None. Raises
-    ValueError if the config does not fit.
+    trained here is written to `scratch`. `changes` are values of config fields by dotted name. A loss and an advantage
+    "module:function" are imported; `held_out` loads the problems of evaluations, and may import a task and an
+    environment. Without `weights`, `Policy.params` is None. Raises ValueError if the config does not fit.
     """
     changed = config.copy_and_resolve_references()
     changed.update_from_flattened_dict({"model.param_dtype": config.model.compute_dtype, **changes})
@@ -387,7 +386,7 @@ def of_config(
 def export_adapters(run: str, out: str, *, step: int | None = None) -> int:
     """Writes the adapters of a checkpoint to the folder `out`, as the library peft reads them, and returns the
     checkpoint's step. `run` is the run's folder or gs:// address; `step` None is the last one. Raises ValueError if
-    `out` holds files or is no local folder, or if the run trains all weights or has no such checkpoint.
+    `out` holds files or is no local folder, or if there is no such run or checkpoint, or the run trains all weights.
     """
     target = free_folder(out)
     with run_folder.opened(run) as folder:

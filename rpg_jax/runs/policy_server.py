@@ -43,9 +43,10 @@ _PASSED = ("temperature", "port", "max_active", "http_port", "weights_from")
 
 
 def serve(options: argparse.Namespace, loaded: config_files.Loaded | None) -> int:
-    """Serves the policy of the run `options.run`, or else of the config `loaded`, by the flags of `rpg_jax.serve`.
-    Blocks until a signal or the idle time ends it, and running requests end. Returns 0, or 128 plus the number of the
-    signal. Raises ValueError if a certificate, a port, a folder, the run or the model does not fit.
+    """Serves the policy of the config `loaded`, or for None of the run `options.run`. `options` are the flags of
+    `rpg_jax.serve`. Blocks until a signal or the idle time ends the server, and then at most --grace seconds for
+    running requests. Returns 0, or 128 plus the signal's number. Raises ValueError if a certificate, the API key's
+    file, a port, a folder, the run or the model does not fit.
     """
     files = pem_file(options.certificate, CERTIFICATE), pem_file(options.private_key, PRIVATE_KEY)
     access = Access(options.host, *files, ApiKey.find(options.api_key_file))
@@ -65,7 +66,7 @@ def serve(options: argparse.Namespace, loaded: config_files.Loaded | None) -> in
 
 
 def _opened(options: argparse.Namespace, loaded: config_files.Loaded | None) -> tuple[Policy, str]:
-    """The policy that the flags name, and its name."""
+    """The policy that the flags name, and the name of the policy for the screen."""
     if loaded is None:
         with run_folder.opened(options.run) as folder:
             served = policy.of_run(folder, options.step, changes=_CHANGES)
@@ -82,7 +83,7 @@ def _opened(options: argparse.Namespace, loaded: config_files.Loaded | None) -> 
 def with_context(served: Policy, tokens: int | None) -> Policy:
     """A copy of `served` with room for prompt and completion of `tokens` tokens together, half of them each. None: as
     many as the model has positions for, and at most 8192 on a CPU. Raises ValueError if the model has fewer positions.
-    There are as many slots as fit the device, or 1 GiB on a CPU, but at most `rollout.slots` if that is set.
+    A device has as many slots as fit its memory, or 1 GiB on a CPU, and at most `rollout.slots` if this field is set.
     """
     layout = served.experiment.layout
     positions = layout.model.rope.max_position_embeddings
@@ -105,7 +106,7 @@ def with_context(served: Policy, tokens: int | None) -> Policy:
 
 
 def _until_the_end(server: Server, name: str, access: Access, options: argparse.Namespace) -> int:
-    """Serves until a signal or --idle ends it, and lets running requests end; returns the exit code."""
+    """Serves until a signal or --idle ends `server`, and lets running requests end. Returns the exit code."""
     also = "" if options.http_port is None else f", over HTTP on port {server.http_port}"
     with StopRequest(options.grace + _CLOSING, _give_up).listening() as stop, contextlib.ExitStack() as closing:
         closing.callback(server.stop, options.grace)  # runs last: by then no new client finds the address
@@ -127,9 +128,9 @@ def _give_up() -> None:
 
 
 def _make_policy_server(served: Policy, *, temperature: float, weights_from: str | None, **options: Any) -> Server:
-    """The running server of `served`, whose config must name the driver "orchestrator". Requests that name no
-    temperature have `temperature`. HTTP clients may have weights loaded from folders inside `weights_from`; None: they
-    may not. `options` are further arguments of `Server`.
+    """Starts a server of `served`, whose config must name the driver "orchestrator". A request without a temperature
+    has `temperature`. HTTP clients may load weights from folders inside `weights_from`, a local folder; None: from
+    nowhere. `options` are further arguments of `Server`.
     """
     experiment = served.experiment
     with experiment.layout.activate():
@@ -144,13 +145,15 @@ def _make_policy_server(served: Policy, *, temperature: float, weights_from: str
 
 
 class _Disk:
-    """The folders inside `home`, for the weights of a rollout."""
+    """Reads weights from folders inside `home`, and gives them to `rollout`."""
 
     def __init__(self, layout: Layout, rollout: JetStreamRollout, home: Path):
         self._layout, self._rollout, self._home = layout, rollout, home
 
     def read(self, folder: str) -> models.InHostMemory:
-        """Raises ValueError if the folder or a file in it is not in `home`, is not complete, or is of another model."""
+        """Reads weights into host memory. Raises ValueError if `folder` or a file in it is not inside `home`, or if the
+        folder is not complete or has another model.
+        """
         try:
             path = Path(folder).resolve()
             inside = [path, *(file.resolve() for file in path.iterdir())] if path.is_dir() else [path]
