@@ -1,6 +1,5 @@
-"""The problems of a run: its training and held-out problems, made from the task fields of a config.
-
-The end of the file keeps the rows that a program hands over in files, which the task fields then name.
+"""The problems of a run: its training and held-out problems, made from the task fields of a config. The end of the file
+keeps the rows that a program hands over in files, which the task fields then name.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from rpg_jax.rewards.callables import load
 from rpg_jax.runs.resolve import reward_arguments
 
 Demonstration = str | Sequence[Message]
-"""One turn, or the messages after a prompt. Supervised training imitates the turn, or the assistant's messages."""
+"""One turn as text, or the messages after a prompt. Supervised training imitates the turn, or the assistant's."""
 Examples = Callable[[Sequence[data.Problem]], list[tuple[data.Problem, Demonstration]]]
 Row = Mapping[str, Any]
 Rows = Iterable[Row] | str | PathLike[str]
@@ -46,8 +45,9 @@ class Task:
       held_out: problems to evaluate on, by the name of their set; {} if they are not loaded.
       texts: texts to train a tokenizer on. They have every character of the prompts and answers.
       notes: lines on sets that are cut and on training problems that are left out.
-      examples: makes (problem, demonstration) pairs for supervised training; by default of `demonstrations`.
-      demonstrated: problems with demonstrations; None: the problems of `train` have them.
+      examples: problems -> (problem, demonstration) pairs for supervised training; by default a pair for each entry of
+        `Problem.demonstrations`. The problem of a pair may have another prompt.
+      demonstrated: the problems that supervised training learns from; None: the problems of `train`.
     """
 
     train: list[data.Problem]
@@ -59,14 +59,15 @@ class Task:
 
     @property
     def to_imitate(self) -> Sequence[data.Problem]:
-        """The problems that supervised training learns from: `demonstrated`, or `train` if that is None."""
+        """The problems that supervised training learns from: `demonstrated`, or `train` if `demonstrated` is None."""
         return self.train if self.demonstrated is None else self.demonstrated
 
     @classmethod
     def from_config(cls, config: ConfigDict, *, train: bool = True, held_out: bool = True) -> Task:
         """The task that `task.name` names: "files", a generated task, or a class "module:Class", which is imported.
         Without `train` or `held_out`, the files of these problems are not read; other tasks make all. Raises ValueError
-        for an unknown name, a missing source, a bad row, an empty set, or no demonstration in `warm_start.train`.
+        for an unknown name, a missing source, a bad row without `task.bad_rows` "skip", an empty set, or if
+        `warm_start.train` has no demonstration.
         """
         name = config.task.name
         if name == "files":
@@ -82,8 +83,8 @@ class Task:
         return dataclasses.replace(task, texts=texts, notes=notes, examples=_shown, demonstrated=own)
 
     def with_answers(self, config: ConfigDict) -> Task:
-        """A copy without problems that have no answer, if the config's rewards need answers; else the task itself.
-        `notes` count the problems that each split has lost. Raises ValueError if a split has problems and no answers.
+        """A copy whose `train` and `held_out` have only problems with an answer; the task itself if the config's
+        rewards need no answers. `notes` count what each split has lost. Raises ValueError if a split loses all.
         """
         if not rewards.needs_answers(reward_arguments(config)[0]):
             return self
@@ -104,8 +105,8 @@ class Task:
         return dataclasses.replace(self, train=answered("train", self.train), held_out=held_out, notes=notes)
 
     def opened(self, stage: Stage) -> Task:
-        """A copy whose problems begin with the messages that the environment of `stage` opens with, which `texts` get
-        too. Blocks until the environment has opened all. Raises ValueError if it fails on a problem.
+        """A copy whose problems begin with the messages with which the environment of `stage` opens them. `texts` get
+        the messages too. Blocks until all are opened. Raises ValueError if the environment fails on a problem.
         """
         train, shown = stage.opened(self.train), self.demonstrated
         held_out = {name: stage.opened(problems) for name, problems in self.held_out.items()}
@@ -115,8 +116,9 @@ class Task:
         return dataclasses.replace(self, train=train, held_out=held_out, texts=texts, demonstrated=shown)
 
     def encoded(self, tokenizer: data.Tokenizer, config: ConfigDict) -> tuple[Task, list[str]]:
-        """(a copy without prompts of more than `task.max_prompt_tokens` tokens, `notes` and a line on each split that
-        had some). With `task.too_long` "truncate" they stay. Raises ValueError if a split keeps no problem.
+        """(a copy without problems whose prompts have more than `task.max_prompt_tokens` tokens, `notes` with a line on
+        each split that had long prompts). With `task.too_long` "truncate" the copy keeps these problems as they are:
+        prompts are cut later. Raises ValueError if a split keeps no problem.
         """
         notes = [*self.notes]
 
@@ -172,11 +174,11 @@ def _chains(config: ConfigDict) -> Task:
 
 
 def _own(config: ConfigDict) -> Task:
-    """A task of the user's own: the class "module:Class" of `task.name`, made with `held_out=task.held_out`.
-
-    The class has `problems(name, count)`, for "train" and for each held-out set; `texts()`, with every character of the
-    task; and, for a warm start, `examples(problems, turns=environment.max_turns)`: a demonstration of each problem, as
-    text or as the messages of a conversation. Raises ValueError for a class without these methods.
+    """A task of the user's own: the class "module:Class" of `task.name`, made with `held_out=task.held_out`. The class
+    has `problems(name, count=None)`, for "train" with `task.generated` and for each held-out set without a count;
+    `texts()`, with every character of the task; and, if it wants a warm start, `examples(problems,
+    turns=environment.max_turns)`: a demonstration of each problem, a text or the messages of a conversation. Raises
+    ValueError for a class without `problems` or `texts`, and for an empty held-out set.
     """
     make = load(config.task.name, "task")
     task = make(held_out=config.task.held_out)
@@ -198,7 +200,7 @@ GENERATED: Mapping[str, Callable[[ConfigDict], Task]] = {"arithmetic": _arithmet
 
 
 def _written_by(examples: Callable[[Sequence[data.Problem]], list[tuple[str, str]]]) -> Examples:
-    """The pairs of a generated task, whose examples may have other prompts than the problems."""
+    """Makes `Task.examples` from a generated task's `examples`, which gives each problem a (prompt, text)."""
 
     def pairs(problems: Sequence[data.Problem]) -> list[tuple[data.Problem, Demonstration]]:
         written = zip(problems, examples(problems), strict=True)
@@ -222,7 +224,7 @@ def cut(sets: Mapping[str, Sequence[data.Problem]], count: int) -> tuple[dict[st
 
 
 def listed(text: str) -> list[str]:
-    """The parts of a text between commas, without blanks around them and without empty parts."""
+    """The parts of a text between commas, without blanks around the parts and without empty parts."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
@@ -253,7 +255,9 @@ def _files(config: ConfigDict, train: bool, held_out: bool) -> Task:
 def _demonstrations(
     config: ConfigDict, sets: Mapping[str, Sequence[data.Problem]], notes: list[str]
 ) -> list[data.Problem] | None:
-    """The problems of `warm_start.train` that have demonstrations; None if `warm_start.train` is not set."""
+    """The problems of `warm_start.train` that have demonstrations; None if this field is unset. Problems of the
+    held-out `sets` are left out. Raises ValueError if no problem has a demonstration.
+    """
     sources = config.warm_start.train
     if not sources:
         return None
@@ -268,7 +272,7 @@ def _demonstrations(
 
 
 def _loaded(config: ConfigDict, name: str, sources: list[str], notes: list[str], *, seed: int) -> list[data.Problem]:
-    """The problems of sources. If bad rows are left out, `notes` get a line on these rows of the split `name`."""
+    """The problems of `sources`. If bad rows are left out, a line on these rows of the split `name` joins `notes`."""
     t = config.task
     counted = {"count": t.generated} if t.generated else {}
     problems, report = data.load(sources, bad_rows=t.bad_rows, template=t.template, seed=seed, **counted)
@@ -285,7 +289,7 @@ def _texts(problems: Iterable[data.Problem]) -> list[str]:
 def _without(
     sets: Mapping[str, Sequence[data.Problem]], problems: Sequence[data.Problem]
 ) -> tuple[list[data.Problem], list[str]]:
-    """The training problems that no held-out set has, and a line on the rest. Raises ValueError if all are held out."""
+    """(the `problems` whose prompts no held-out set has, [a line on the others]). Raises ValueError if none is left."""
     known = {(p.system, p.prompt) for held_out in sets.values() for p in held_out}
     kept = [p for p in problems if (p.system, p.prompt) not in known]
     if not kept:
@@ -295,9 +299,9 @@ def _without(
 
 
 def write_rows(rows: Sequence[Mapping[str, Any]], run_dir: str) -> str:
-    """Writes rows to `run_dir`/rows/DIGEST.jsonl, one JSON object a line, and returns the path; equal rows are one
-    file. Where `run_dir` is in a bucket, the file is in runs/rows here: every host of a run reads its own. Raises
-    ValueError if `run_dir` has a comma, or a row is no dict of JSON values; the message has the number of the row.
+    """Writes rows to `run_dir`/rows/DIGEST.jsonl, one JSON object a line, and returns the path. Equal rows give the
+    same path. If `run_dir` is in a bucket, the file is in the local folder runs/rows: each host reads its own. Raises
+    ValueError if `run_dir` has a comma, or a row is no dict of JSON values; the message has the row's number, from 0.
     """
     content = "".join(_json_line(number, row) + "\n" for number, row in enumerate(rows)).encode()
     folder = Path("runs" if storage.in_bucket(run_dir) else run_dir) / _FOLDER
@@ -311,8 +315,8 @@ def write_rows(rows: Sequence[Mapping[str, Any]], run_dir: str) -> str:
 
 
 def listed_rows(rows: Rows, name: str) -> list[Mapping[str, Any]]:
-    """The rows of a list, an iterator, a data set or a JSONL or parquet file, in a list. Raises ValueError, in which
-    `name` is the argument, if there are no rows, if there are splits in place of rows, or if a file cannot be read.
+    """The rows of a list, an iterator, a data set or a JSONL or parquet file, in a list. Raises ValueError if there are
+    no rows, if there are splits in place of rows, or if a file cannot be read. The message calls the rows `name`.
     """
     if isinstance(rows, str | PathLike):
         if not Path(rows).exists():
@@ -353,7 +357,7 @@ def _json_line(number: int, row: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A number or an array of numpy as JSON has it."""
+    """A number or an array of numpy as JSON has it, for `json.dumps`. Raises TypeError for another value."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a value of the type {type(value).__name__} is no JSON")

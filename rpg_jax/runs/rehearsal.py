@@ -1,8 +1,8 @@
 """Rehearsal: every update also trains on some completions of the start policy, which an evaluation has written.
 
-Each update adds λ · (−mean log π_θ) of these completions to its loss. In expectation over the kept prompts, this is
-λ KL(π_start‖π_θ) and a constant. A prompt is kept if every completion of the start policy solves it (DPH-RL,
-arXiv:2509.07430).
+Each update adds λ · (−mean log π_θ) of these completions to its loss. In expectation over the rehearsed prompts, the
+term is λ KL(π_start‖π_θ) and a constant. A prompt is rehearsed if every completion of the start policy solves it
+(DPH-RL, arXiv:2509.07430).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from rpg_jax.types import Batch, Completion
 
 @dataclasses.dataclass(frozen=True)
 class Rehearsal:
-    """Kept prompts with one completion each, of which an update takes `count`; `coef` is λ, in nats per token. `pack`
-    makes micro-batches, and `seed` decides the order.
+    """The rehearsed completions, `examples`: each has a prompt and one completion. An update takes `count` of them.
+    `coef` is λ, `pack` makes micro-batches, and `seed` decides the order.
 
-    Update u takes the entries u · count … (u + 1) · count − 1 of a sequence of permutations. So a run that continues
-    sees what it would have seen. The weight of a token is λ / (count · mean length of all kept completions). With it
-    the sum over an update is unbiased. A mean over the tokens of a few completions is not.
+    Update u takes the entries u · count … (u + 1) · count − 1 of a sequence of permutations of all examples. So a run
+    that continues takes what it would have taken. The weight of a token is λ / (count · mean length in tokens of all
+    examples). The sum over an update is then unbiased; a mean over the tokens of a few completions would not be.
     """
 
     examples: Sequence[data.Example]
@@ -42,7 +42,7 @@ class Rehearsal:
     seed: int
 
     def __call__(self, update: int) -> Rehearsed:
-        """The completions of an update; the first update of a run is 0."""
+        """The micro-batches of update number `update`, from 0, and the weight of one token (the field `share`)."""
         size, first = len(self.examples), update * self.count
         passes = range(first // size, (first + self.count - 1) // size + 1)
         order = np.concatenate([np.random.default_rng([self.seed, p]).permutation(size) for p in passes])
@@ -53,7 +53,7 @@ class Rehearsal:
 
 def open_rehearsal(e: Experiment) -> Rehearsal | None:
     """The rehearsal of a config; None if `rehearsal.path` is unset. A line on the screen counts the completions. Raises
-    ValueError if the folder has no completions of an evaluation that sampled as the run does, or if none is kept.
+    ValueError if the folder has no completions of an evaluation that sampled as the run does, or if `kept` finds none.
     """
     if not e.config.rehearsal.path:
         return None
@@ -70,8 +70,8 @@ def open_rehearsal(e: Experiment) -> Rehearsal | None:
 
 
 def check_settings(e: Experiment, settings: Mapping[str, Any]) -> None:
-    """Raises ValueError unless an evaluation, with the `settings` of its settings.json, sampled with the temperature,
-    thinking and tokenizer of the run's rollout and without truncation. The message names what differs.
+    """Raises ValueError unless an evaluation sampled with the temperature, thinking and tokenizer of the run's rollout,
+    and without top-p, top-k and min-p. `settings` is its settings.json. The message names what differs.
     """
     wanted = {"temperature": e.config.rollout.temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     wanted |= {"thinking": e.config.task.thinking, "tokenizer": e.tokenizer.digest()[:16]}
@@ -80,12 +80,11 @@ def check_settings(e: Experiment, settings: Mapping[str, Any]) -> None:
 
 
 def kept(e: Experiment, rows: Sequence[Mapping[str, Any]]) -> list[data.Example]:
-    """The completions of the problems that an evaluation has solved in every completion, each with its prompt. `rows`
-    are the lines of the evaluation's completions.jsonl; the completions of a problem stand together.
-
-    Left out are problems that the run evaluates, and prompts that it would cut. Left out are also completions that a
-    limit has cut, that are longer than `rollout.max_tokens`, or whose text encodes to other tokens than were sampled.
-    Raises ValueError if a row that remains has no digest of its tokens.
+    """The completions of the problems whose completions are all right, an example for each. `rows` are the lines of an
+    evaluation's completions.jsonl, in which the completions of a problem stand together. Problems that the run
+    evaluates, and problems whose prompts it would cut, are left out. Completions are left out that a limit has cut,
+    that are longer than `rollout.max_tokens`, or whose text encodes to other tokens than were sampled. Raises
+    ValueError if a row that remains has no digest of its tokens.
     """
     c, found = e.config, []
     held_out = {(problem.system, problem.prompt) for own in e.task.held_out.values() for problem in own}
@@ -101,8 +100,8 @@ def kept(e: Experiment, rows: Sequence[Mapping[str, Any]]) -> list[data.Example]
 
 
 def sampled(row: Mapping[str, Any], tokenizer: data.Tokenizer) -> list[Completion]:
-    """The completion of a row, with its own stop token, in a list; [] if its text has other tokens than were sampled.
-    Raises ValueError for a row without a digest of the tokens.
+    """[the completion of a row, as tokens with the stop token that was sampled]; [] if the text encodes to other tokens
+    than were sampled. Raises ValueError for a row without a digest of the tokens.
     """
     if "digest" not in row:
         raise ValueError("rehearsal.path: an earlier version wrote it, without digests of the tokens; evaluate again")

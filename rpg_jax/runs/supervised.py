@@ -1,7 +1,6 @@
-"""Supervised training on demonstrations: its config, its batches, its trainer.
-
-A step of a supervised run is one update. `evaluate`, `sample`, `serve` and `export` take the run's folder, and the same
-command continues the run. A warm start before reinforcement learning has the same batches.
+"""Supervised training on demonstrations: its config, its batches, its trainer. A step of a supervised run is one
+update. `evaluate`, `sample`, `serve` and `export` take the run's folder, and the same command continues the run. A warm
+start before reinforcement learning has the same batches.
 """
 
 from __future__ import annotations
@@ -46,9 +45,10 @@ NO_BASELINE = "leave_one_out"  # an advantage without a learned baseline
 
 
 def run(config: ConfigDict) -> int:
-    """Runs or resumes supervised training by a `supervised_config` to its last update. Returns 0, or 128 plus the
-    number of the signal that stopped it after it saved. Raises ValueError if the config has adapters (all weights are
-    trained here) or does not fit, and `cli.Ended` if the open run cannot go on.
+    """Runs or resumes supervised training, by a config from `supervised_config` with `warm_start.epochs` set, to its
+    last update. Returns 0, or 128 plus the number of the signal that stopped the run after it saved. Raises ValueError
+    if the config has adapters (all weights are trained here), has `run.start_from`, or does not fit, and `cli.Ended` if
+    the open run cannot go on.
     """
     if config.model.lora.rank:
         raise ValueError(
@@ -74,9 +74,9 @@ def make_trainer(
     log: RunLog,
     closing: contextlib.ExitStack,
 ) -> tuple[_SupervisedTrainer, Any]:
-    """(the trainer of a run, its first weights: random, loaded, or zeros for a run that resumes). Counts the updates,
-    and says on stderr how many demonstrations are cut. `closing` ends the rollout and the scorer of evaluations. Raises
-    ValueError if there is no demonstration.
+    """(the trainer of a run, its first weights: random, loaded, or zeros for a run that resumes). Tokenizes all
+    demonstrations to count the updates, and says on stderr how many demonstrations are cut. `closing` ends the rollout
+    and the scorer of evaluations. `folder` is not used. Raises ValueError if there is no demonstration.
     """
     tell_cuts(experiment)
     guard = Guard(math.inf, remedy="lower warm_start.learning_rate")
@@ -120,7 +120,7 @@ class _SupervisedTrainer:
         return Step(number, state, values, [values], fault=self.guard.fault(number, values, [values]))
 
     def evaluate(self, state: TrainState, number: int) -> dict[str, float]:
-        """The loss on held-out demonstrations, and scores where problems have answers."""
+        """Metrics by name: the loss of held-out demonstrations, nats per token, and scores where there are answers."""
         found: dict[str, float] = {}
         for name, problems in self.experiment.task.held_out.items():
             beat(f"the evaluation of {name} after update {number}")
@@ -150,7 +150,7 @@ class _Accuracy:
         self._generate = evaluation_generator(e, self._rollout, self._scorer)
 
     def of(self, params: Any, step: int, log: RunLog) -> dict[str, float]:
-        """The scores of every set, and their mean; some completions go to `log`."""
+        """Scores of `params` after update `step`, by name: each set's, and the mean. `log` gets completions."""
         if not self._sets:
             return {}
         self._rollout.sync_weights(params, step)
@@ -163,8 +163,8 @@ class _Accuracy:
 
 
 def supervised_config(config: ConfigDict) -> ConfigDict:
-    """A changed, locked copy of the config for supervised training: AdamW with the rate of `warm_start`, which may also
-    limit completions by its `max_tokens`, and no learned baseline.
+    """A locked copy of `config`, changed for supervised training: AdamW with `warm_start.learning_rate`, completions of
+    at most `warm_start.max_tokens` tokens if this field is set, no learned baseline, and `warm_start.enabled`.
     """
     own = config.copy_and_resolve_references()
     c = own.warm_start
@@ -185,8 +185,8 @@ def supervised_config(config: ConfigDict) -> ConfigDict:
 
 
 def supervised_learner(e: Experiment, updates: int | None = None) -> tuple[Learner, Programs]:
-    """(the learner of a `supervised_config`, programs that minimise the mean negative log-likelihood of
-    demonstrations). A falling learning rate ends at update `updates`; it raises ValueError if `updates` is None.
+    """(the learner of a config from `supervised_config`, programs that minimise the mean negative log-likelihood of
+    demonstrations). A schedule of the learning rate ends at update `updates`, and then None raises ValueError.
     """
     schedule = e.config.warm_start.schedule
     if schedule != "constant" and updates is None:
@@ -197,7 +197,7 @@ def supervised_learner(e: Experiment, updates: int | None = None) -> tuple[Learn
 
 
 def tell_cuts(e: Experiment) -> None:
-    """Says on stderr how many demonstrations lose their end, as they have more than `rollout.max_tokens` tokens."""
+    """Says on stderr how many demonstrations lose their end to `rollout.max_tokens`; says nothing if none does."""
     limit, observations = e.config.rollout.max_tokens, Observations(e.tokenizer, thinking=e.config.task.thinking)
     lengths = [
         len(_imitated(shown, e.tokenizer, observations).tokens) for _, shown in e.task.examples(e.task.to_imitate)
@@ -209,8 +209,8 @@ def tell_cuts(e: Experiment) -> None:
 
 
 def examples_of(e: Experiment, problems: Sequence[data.Problem]) -> list[data.Example]:
-    """The demonstrations of problems as tokens: the prompt as the policy sees it, without its beginning if it is too
-    long, and the completion to imitate, cut to `rollout.max_tokens`.
+    """The demonstrations of problems as tokens, an example each: the last `task.max_prompt_tokens` tokens of the prompt
+    as the policy sees it, and the first `rollout.max_tokens` tokens of the completion to imitate.
     """
     c, found = e.config, []
     observations = Observations(e.tokenizer, thinking=c.task.thinking)
@@ -223,8 +223,9 @@ def examples_of(e: Experiment, problems: Sequence[data.Problem]) -> list[data.Ex
 def _imitated(
     shown: Demonstration, tokenizer: data.Tokenizer, observations: Observations, max_tokens: int | None = None
 ) -> Completion:
-    """Turns a demonstration into a completion, cut to `max_tokens` tokens. Each turn of the policy ends with a stop
-    token, so that the policy learns to stop. The policy reads the messages of an environment, and the loss omits them.
+    """Turns a demonstration into a completion, cut to `max_tokens` tokens (None: not cut). Each message of the policy
+    ends with a stop token, so that the policy learns to stop. The policy reads the messages of an environment, which
+    are marked as observed, and the loss omits them.
     """
     messages = [{"role": "assistant", "content": shown}] if isinstance(shown, str) else shown
     tokens: list[int] = []
@@ -246,11 +247,11 @@ def packed(e: Experiment, examples: Sequence[data.Example], shape: data.RowShape
 
 
 class Demonstrations:
-    """Iterates over batches of demonstrations: endless, or for `epochs` passes. A batch is the micro-batches of one
-    update, with `warm_start.batch_size` rows or a few more. `epoch` is the number of passes that are drawn, a fraction.
-
-    With `train.packed_length` a row holds as many demonstrations as fit, and rows are filled from several batches.
-    Otherwise a row holds one. Raises ValueError if the task has no demonstrations.
+    """Iterates over batches of demonstrations: for `epochs` passes, or without an end for None. A batch is the list of
+    micro-batches of one update, with `warm_start.batch_size` rows or a few more. The attribute `epoch` is the number of
+    passes that are drawn, with its fraction. With `train.packed_length` a row holds as many demonstrations as fit, of
+    problems drawn together for several batches. Otherwise a row holds one demonstration. Raises ValueError if the task
+    has no demonstrations.
     """
 
     def __init__(self, e: Experiment, epochs: int | None = None):
@@ -289,7 +290,7 @@ class Demonstrations:
         return batches
 
     def _next_problems(self) -> list[data.Problem]:
-        """The problems of the next batches, each with one demonstration; [] after the last pass."""
+        """Draws the problems of the next batches, one for each demonstration. Returns [] after the last pass."""
         left = self._at_once if self._total is None else self._total - self._drawn
         problems = self._stream.take(min(self._at_once, left))
         self._drawn += len(problems)
@@ -297,17 +298,17 @@ class Demonstrations:
         return problems
 
     def count(self) -> int:
-        """The number of updates from here to the end of the last pass. The batches are used up. Needs `epochs`."""
+        """The number of updates from here to the end of the last pass. Uses the batches up. Needs `epochs`."""
         each = self._shape.rows * self._together
         batches = (examples_of(self._e, problems) for problems in iter(self._next_problems, []))
         return sum(-(-data.rows_needed(examples, self._shape) // each) for examples in batches)
 
     def state(self) -> dict[str, Any]:
-        """The position after the batches that were taken, as a JSON-able dict."""
+        """The position after the batches that were taken, as a dict that JSON can hold, for `restore`."""
         return {"drawn": self._begun[0], "stream": self._begun[1], "used": self._used}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken. Raises ValueError if `state` belongs to other problems or another seed."""
+        """Moves to the position `state`. Raises ValueError if `state` belongs to other problems or another seed."""
         self._stream.restore(state["stream"])
         self._drawn, self._pool = state["drawn"], iter(())
         for _ in range(state["used"]):
@@ -317,8 +318,8 @@ class Demonstrations:
 def several(
     state: TrainState, update: Callable[[TrainState, Any], tuple[TrainState, Any]], batches: Iterator[Any], count: int
 ) -> tuple[TrainState, list[Any]]:
-    """Makes `count` updates, each from the next of `batches`: (the last state, the metrics of each update). `state` is
-    donated. Raises StopIteration if there are too few batches.
+    """Makes `count` updates, each from the next of `batches`. Returns (the last state, the metrics of each update).
+    `update` may donate `state`. Raises StopIteration if there are too few batches.
     """
     found = []
     for _ in range(count):

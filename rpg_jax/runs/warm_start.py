@@ -38,9 +38,10 @@ CHECKED = 96  # completions of a check
 
 
 def warm_started(experiment: Experiment, params: Any, rollout: Rollout, scorer: Scorer, run_dir: Path) -> Any:
-    """Weights after supervised training: from the shared folder `home`/`cache_key`, or trained now and put there.
-    `params` are then donated; `rollout` and `scorer` measure the accuracy, and the folder gets the tokenizer of
-    `run_dir`. Collective. Raises ValueError if there are no demonstrations, or no check finds an accuracy in the range.
+    """Weights after supervised training: from the shared folder `home`/`cache_key`, or trained now from `params`, which
+    stay valid, and put there with the tokenizer that `run_dir` may keep. If an accuracy ends the training, `scorer` and
+    `rollout`, which gets other weights, measure the accuracy. Collective. Raises ValueError if there are no
+    demonstrations, or no check finds an accuracy in the range.
     """
     layout = dataclasses.replace(experiment.layout, config=supervised_config(experiment.config))
     own_rollout = layout.config.rollout.max_tokens != experiment.config.rollout.max_tokens
@@ -72,7 +73,8 @@ def warm_started(experiment: Experiment, params: Any, rollout: Rollout, scorer: 
 
 def drawn_base(experiment: Experiment, scorer: Scorer, run_dir: Path, layout: Layout) -> Any:
     """All weights of `layout`, which has no adapters, to be frozen beside adapters: loaded or random, and after a warm
-    start if the config has one. The arguments are as the run's own; `layout` takes the place of `experiment.layout`.
+    start if the config has one. `layout` takes the place of `experiment.layout`. The other arguments, and the errors,
+    are those of `warm_started`.
     """
     params = init_params(layout)
     if not layout.config.warm_start.enabled:
@@ -85,7 +87,9 @@ def drawn_base(experiment: Experiment, scorer: Scorer, run_dir: Path, layout: La
 
 
 def _train(e: Experiment, batches: Demonstrations, params: Any, rollout: Rollout, scorer: Scorer) -> Any:
-    """Supervised training of `params`: some passes, or up to an accuracy on the first held-out set (`CHECKED`)."""
+    """The weights after supervised training from `params`: after `warm_start.epochs` passes, or, if this field is None,
+    at an accuracy of at least `CHECKED` completions on the first held-out set.
+    """
     tell_cuts(e)
     c = e.config.warm_start
     total = None if c.epochs is None else Demonstrations(e, c.epochs).count()
@@ -116,7 +120,7 @@ def _train(e: Experiment, batches: Demonstrations, params: Any, rollout: Rollout
 def _train_for_epochs(
     total: int, batches: Demonstrations, state: TrainState, update: Callable[[TrainState, Any], tuple]
 ) -> Any:
-    """The weights after the last pass, which ends with update `total`."""
+    """The weights after update `total`, with which the last pass over `batches` ends."""
     done = 0
     with Progress(total, title="warm start", unit="update") as progress:
         while done < total:
@@ -138,13 +142,12 @@ def train_to_accuracy(
     max_updates: int = 20_000,
     on_check: Callable[[int, float], None] = lambda updates, accuracy: None,
 ) -> tuple[TrainState, float]:
-    """Updates `state` until a check finds `accuracy(params)` in [`min_accuracy`, `max_accuracy`]. Returns both. Each
-    update takes the next of `batches` and donates its state. `on_check` gets the number of updates and the accuracy.
-
-    Checks are `check_every` updates apart at first. A check above the range restores the last state below it, and half
-    as many updates follow. So the range is hit however steep the curve is.
-
-    Raises ValueError if the range is empty, not reached in `max_updates`, or inside the step of a single update.
+    """Updates `state` until a check finds `accuracy(params)` in [`min_accuracy`, `max_accuracy`]. Returns (the state,
+    its accuracy). Each update takes the next of `batches` and may donate its state. `on_check` gets the number of
+    updates, with the updates that were taken back, and the accuracy. Checks are `check_every` updates apart at first. A
+    check above the range takes back the updates since the check before, and half as many follow from then on. So the
+    range is hit however steep the curve is. Raises ValueError if the range is empty, not reached in `max_updates`, or
+    inside the step of a single update.
     """
     if not min_accuracy < max_accuracy:
         raise ValueError(
@@ -183,8 +186,9 @@ def home(config: ConfigDict) -> epath.Path:
 
 
 def cache_key(config: ConfigDict, read: Mapping[str, str]) -> str:
-    """12 hexadecimal digits, a hash of what a warm start depends on: model, task, seed, its settings, rewards,
-    environment and `read`, the digests of problems, tokenizer and weights. The places of these inputs do not count.
+    """12 hexadecimal digits: a hash of what a warm start depends on. This is the model, the task, the settings and the
+    seed of `warm_start`, the rewards, the environment, and `read`, the digests of problems, tokenizer and weights. The
+    places of these inputs do not count. `config` comes from `supervised_config`.
     """
     parts = {"model": config.model.to_dict(), "task": config.task.to_dict(), "warm_start": config.warm_start.to_dict()}
     parts |= {"max_tokens": config.rollout.max_tokens, "evaluation": config.evaluation.to_dict()}
