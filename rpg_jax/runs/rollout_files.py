@@ -13,7 +13,8 @@ A file holds no pickles. It has P groups of G completions, N = P·G completions,
     pieces           i32[n], number of each token's text. The texts in order are the completion, without the names of
                      special tokens. A token that ends in the middle of a character has the empty text
     weight_versions  i32[n], of the weights that sampled a token
-    tokens           f32[n, K], a column for each of `COLUMNS`, nats; NaN at tokens that an environment wrote
+    tokens           f32[n, K], a column for each of `COLUMNS`, nats. At tokens that an environment wrote `clip` is the
+                     number of "observed", and the other columns are NaN
 """
 
 import dataclasses
@@ -53,9 +54,9 @@ Numbers = Callable[[jax.Array, jax.Array, Batch], jax.Array]
 
 @functools.lru_cache(maxsize=128, typed=True)
 def token_numbers(loss: str | losses.Loss, **hyperparameters: Any) -> Numbers:
-    """A jitted function (log-probs f32[B, C], entropy f32[B, C], batch) -> f32[B, C, K], the numbers of `COLUMNS`.
-
-    The loss decides `clip`. Equal arguments give the same function, so that runs of one process compile it once.
+    """A jitted function (log-probs f32[B, C], entropy f32[B, C], batch) -> f32[B, C, K], the numbers of `COLUMNS`. The
+    `loss`, with its `hyperparameters`, decides `clip`. Equal arguments give the same function, so that runs of one
+    process compile it once.
     """
 
     @jax.jit
@@ -78,11 +79,11 @@ def token_numbers(loss: str | losses.Loss, **hyperparameters: Any) -> Numbers:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutFiles:
-    """Writes the rollout files: the first `groups` groups, by mini-batches, of step 1 and multiples of `every`.
-
-    A file costs a pass of log-probs over the mini-batches that hold its groups. It changes no number of the run.
-    `logprobs` maps weights and rows to (log-probs f32[B, C], entropy f32[B, C], …), and `numbers` is of
-    `token_numbers`. `parts` has the weight of each part of the reward, in the order of `Group.parts`.
+    """Writes rollout files into `run_dir`/rollouts: the first `groups` groups of a step, those of the first mini-batch
+    first. `every`: a file is due at step 1 and at each multiple. A file costs a pass of log-probs over the mini-batches
+    that hold its groups. It changes no number of the run. `logprobs` maps weights and rows to (log-probs f32[B, C],
+    entropy f32[B, C], …). `numbers` comes from `token_numbers`. `parts` has the weight of each part of the reward, in
+    the order of `Group.parts`.
     """
 
     run_dir: Path
@@ -94,12 +95,11 @@ class RolloutFiles:
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def is_due(self, step: int) -> bool:
-        """Whether a file of the step is to be written: step 1 and the multiples of `every`."""
+        """Whether a file of the step is due: at step 1 and at the multiples of `every`."""
         return step == 1 or step % self.every == 0
 
     def after_updates(self, step: int, batch: RolloutBatch[Group], state: TrainState) -> None:
-        """Writes the file of `step`; `state` is the state after the step's updates on `batch`.
-
+        """Writes the file of `step`, also if it is not due. `state` is the state after the step's updates on `batch`.
         Collective: all processes call it, and the first process writes.
         """
         shown: list[int] = []
@@ -136,9 +136,8 @@ def encode(
     tokenizer: Tokenizer,
     parts: Mapping[str, float] = MappingProxyType({}),
 ) -> bytes:
-    """The bytes of the file of `step`, whose updates made the weights `version`.
-
-    `numbers` has f32[n, K], by `COLUMNS`, of each group and completion. `parts` has the weight of each part.
+    """The bytes of the rollout file of `step`, whose updates made the weights `version`. `numbers` has an f32[n, K], by
+    `COLUMNS`, for each completion of each of `groups`. `parts` has the weight of each part of the reward.
     """
     completions, flat = [c for g in groups for c in g.completions], [x for group in numbers for x in group]
     found: dict[tuple[str, bool], int] = {}  # (text, whether it names a special token) -> its number
@@ -185,7 +184,7 @@ def encode(
 
 
 def _of_policy(numbers: np.ndarray, completion: Completion) -> np.ndarray:
-    """f32[n, K], NaN at tokens that an environment wrote. The column `clip` says "observed" there."""
+    """`numbers` f32[n, K], but NaN, and "observed" in the column `clip`, at tokens that an environment wrote."""
     if completion.turns is None:
         return numbers
     observed = np.where(np.array(COLUMNS) == "clip", CLIP_STATES.index("observed"), np.nan)
@@ -193,8 +192,8 @@ def _of_policy(numbers: np.ndarray, completion: Completion) -> np.ndarray:
 
 
 def _pieces(tokens: np.ndarray, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """(text, whether the text names a special token) of each token. The other texts are the completion: the last of
-    them ends with the rest of a cut character.
+    """(text, whether the text names a special token) of each token. The texts that name no special token are the
+    completion, in order. If the completion ends inside a character, U+FFFD ends the last text.
     """
     decoder, found = IncrementalDecoder(tokenizer), []
     for token in tokens.tolist():

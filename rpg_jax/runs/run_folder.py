@@ -56,10 +56,9 @@ _PACKAGES = (
 
 
 def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, Any], kind: str | None = None) -> str:
-    """The name of a run: config file, method, other overrides and seed, as tiny-grpo-lr3e-4-seed1.
-
-    So the same command continues the same run. `overrides` are the changed fields, {dotted name: value}. A run without
-    a method, as a supervised run, gives a `kind`.
+    """The name of a run: config file, method, other overrides and seed, as tiny-grpo-lr3e-4-seed1. So the same command
+    continues the same run. `overrides` are the changed fields, {dotted name: value}. The name leaves out `train.steps`,
+    `warm_start.dir` and the sections of `AROUND`. `kind`, as "sft", stands in place of the method.
     """
     named = ("method", "seed", "train.steps", "warm_start.dir")
     other = {k: v for k, v in overrides.items() if k not in named and not k.startswith(AROUND)}
@@ -71,9 +70,8 @@ def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, A
 
 
 def named(config: ConfigDict, file: str, overrides: Mapping[str, Any], **kind: str) -> ConfigDict:
-    """The config itself, whose `run.name` is set to the name that `default_name` gives, unless it is set already.
-
-    Raises ValueError for what would stop or waste the run after minutes, and for a name that no folder can have.
+    """Sets `run.name` of `config`, if it is unset, to the name that `default_name` gives, and returns `config` itself.
+    Raises ValueError for the reasons of `check_training`, and for a name that no folder can have.
     """
     check_training(config)
     if config.run.name is None:
@@ -83,9 +81,8 @@ def named(config: ConfigDict, file: str, overrides: Mapping[str, Any], **kind: s
 
 
 def of(config: ConfigDict) -> storage.Folder:
-    """The folder `run.dir/run.name`, before it is opened.
-
-    Raises ValueError if `run.dir` is neither a local path nor in a bucket, or `run.name` is not the name of one folder.
+    """The folder `run.dir/run.name`, not opened yet; nothing is made. Raises ValueError if `run.dir` is neither a local
+    path nor in a bucket, or `run.name` is not the name of one folder.
     """
     run_names.check(config.run.name)
     if not config.run.dir:
@@ -95,10 +92,9 @@ def of(config: ConfigDict) -> storage.Folder:
 
 @contextlib.contextmanager
 def held(config: ConfigDict) -> Iterator[storage.Folder]:
-    """The folder of a run, opened by `open_run`; until the end, no other run writes there. A context, and collective.
-
-    If another process takes over the folder, this process ends at once. An error, of the opening or of the block, gets
-    the attribute `ends_again`: why another start would end with it too, or "" (see `cli.ends_again`).
+    """A context that opens the folder of a run by `open_run`. Until its end no other run writes there. Collective. If
+    another process takes over the folder, this process ends at once. An error, of the opening or of the block, gets the
+    attribute `ends_again`: why another start would end with the error too, or "" (see `cli.ends_again`).
 
     A new local run that fails before its first step leaves no folder, unless the folder has groups that a resume takes
     over or a record of the failure. A folder in a bucket stays. Raises ValueError if the folder cannot be this run's,
@@ -126,7 +122,7 @@ def held(config: ConfigDict) -> Iterator[storage.Folder]:
 
 
 def _helps(path: Path) -> bool:
-    """Whether a file is of use after a failure: the journal's groups, the stacks of a stall, the memory's owners."""
+    """Whether a file is of use after a failure: groups of the journal, stacks of a stall, a profile of the memory."""
     helps = path.name in ("stall.txt", "memory.prof") or "journal" in path.parent.parts
     return helps and path.is_file() and path.stat().st_size > 0
 
@@ -138,7 +134,9 @@ def _stop_writing(reason: str) -> None:
 
 @contextlib.contextmanager
 def opened(address: str) -> Iterator[storage.Folder]:
-    """Opens the folder of an earlier run, local or fetched. A ValueError of the block names it by its `address`."""
+    """A context with the folder of an earlier run, local, or copied here from a bucket. A ValueError of the block names
+    the folder by its `address`.
+    """
     with storage.Folder(address) as folder:
         folder.fetch()
         try:
@@ -148,12 +146,10 @@ def opened(address: str) -> Iterator[storage.Folder]:
 
 
 def use_compilation_cache(folder: str | None = None) -> None:
-    """Keeps compiled programs between runs: in JAX_COMPILATION_CACHE_DIR, else in `folder`, else in the user's cache.
-
-    A compiled program is executed as it is. So only the user names the folder, never a run's config.json. "" keeps no
-    programs. A local folder also keeps programs that compile in less than a second, unlike JAX's default.
-
-    Raises ValueError if the address is neither a local path nor gs://BUCKET/FOLDER.
+    """Keeps compiled programs between runs: in the environment's JAX_COMPILATION_CACHE_DIR, else in `folder`, a local
+    path or gs:// address ("" keeps none), else, for None, in the user's cache folder. A compiled program is executed as
+    it is: never pass a folder that the config.json of a run names. A local folder also keeps programs that compile in
+    less than a second, unlike JAX's default. Raises ValueError for an address of another form.
     """
     chosen: str | Path = _own_cache() if folder is None else folder
     if chosen != "" and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
@@ -174,11 +170,10 @@ def _own_cache() -> Path | str:
 
 
 def open_run(config: ConfigDict, folder: storage.Folder) -> None:
-    """Makes or reopens the folder of a run and writes `config.json` and `versions.json` into it; on one process.
-
+    """Makes or reopens the folder of a run and writes `config.json` and `versions.json` into it. One process calls it.
     An earlier run of the name is moved to `replaced`, beside the runs, if `run.overwrite` is set, or if the earlier run
-    has another config and never took a step. Raises ValueError if a run of this name has another config, and names the
-    fields that differ, or if a folder to move is not known to be a run. A folder with other files alone is taken.
+    has another config and never took a step. Raises ValueError if a run that took a step has another config, and names
+    the fields that differ, or if a folder to move is not known to be a run. Other files in the folder stay.
     """
     folder.fetch()
     resolved, file = as_json(config), folder.files / "config.json"
@@ -207,7 +202,9 @@ def open_run(config: ConfigDict, folder: storage.Folder) -> None:
 
 
 def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """The fields by which two configs, as config.json has them, make different runs, with both values; "" if none."""
+    """A text of the fields by which two configs, as config.json has them, make different runs, with both values; "" if
+    they make one run. `old` may be of an earlier version.
+    """
     old, new = renewed(flat(finite(old))), flat(new)
     gone = {row.name: row for row in config_files.all_retired() if row.value is None}
     ignored = {name for name, row in gone.items() if row.fixed is None or row.fixed == old.get(name)}
@@ -222,7 +219,7 @@ def _may_change(name: str) -> bool:
 
 
 def _stepped(folder: storage.Folder) -> bool:
-    """Whether a run has taken a step: it has a checkpoint, whole or not, or the metrics of a step."""
+    """Whether the run has taken a step: it has a checkpoint, whole or not, or the metrics of a step."""
     checkpoints = folder.home / "checkpoints"
     kept = checkpoints.exists() and any(path.name[:1].isdigit() for path in checkpoints.iterdir())
     return kept or bool(Run.read(folder.files).trained)
@@ -241,11 +238,10 @@ def checkpoint_step(folder: storage.Folder, step: int | None) -> int:
 
 
 def read_config(path: Path) -> ConfigDict:
-    """The resolved config of the run in the folder `path`; retired fields and values have become their successors.
-
-    A field that did not exist when the run began has its default, if the default leaves a run as it was without the
-    field. `run.accept_changes` is False. Raises ValueError if there is no config, or if the config lacks another field
-    of today, or has a value that is not allowed.
+    """The resolved config of the run in the local folder `path`, not locked. Retired values have become their
+    successors. A field that did not exist when the run began has its default, if the default leaves a run as it was
+    without the field. `run.accept_changes` is False. Raises ValueError if there is no config, or if it lacks another
+    field of today, or has a value that is not allowed.
     """
     file = path / "config.json"
     if not file.exists():
@@ -276,9 +272,8 @@ def read_config(path: Path) -> ConfigDict:
 
 
 def renewed(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """An older run's fields, {dotted name: value}, as a run of today has them.
-
-    Retired values have their successors, and fields that moved stand in their JSON.
+    """An older run's fields, {dotted name: value}, as a run of today has them: retired values have become their
+    successors, and fields that moved into a JSON field stand there.
     """
     found = dict(fields)
     for row in config_files.all_retired():
@@ -291,12 +286,12 @@ def renewed(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_json(config: ConfigDict) -> dict[str, Any]:
-    """The config as config.json and trackers hold it: nested dicts, in which an infinite number is a text."""
+    """The config as config.json and trackers hold it: nested dicts, in which an infinite number is a text, "inf"."""
     return finite(json.loads(config.to_json_best_effort()))
 
 
 def identity(config: ConfigDict) -> dict[str, Any]:
-    """The fields that decide the numbers of a run, {dotted name: value}: a resumed run has those of its checkpoints."""
+    """The fields that decide the numbers of a run, {dotted name: value}. A run resumes only with equal fields."""
     found = {name: value for name, value in flat_fields(config).items() if not _may_change(name)}
     return {name: value for name, value in found.items() if name not in _AS_BEFORE or value}
 
@@ -307,7 +302,9 @@ def flat_fields(config: ConfigDict) -> dict[str, Any]:
 
 
 def made_with() -> dict[str, Any]:
-    """{what: value} of a start of a run: program, commit, changes, Python, packages, platform, devices, command."""
+    """What versions.json says of this start, by name: program, commit, uncommitted_changes (a bool), python, packages
+    {name: version}, platform, devices ("8 x KIND") and command. Finds the devices.
+    """
     there, status = installed_packages(), _git("status", "--porcelain", "-uall").splitlines()
     return {
         "program": PROGRAM,
@@ -342,11 +339,10 @@ def normalised(name: str) -> str:
 
 
 def versions_with_history(file: Path, made_with: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The new content of versions.json, and the changes since the start before, in words; "" for a first start.
-
-    `file` is the present versions.json, if there is one, and `made_with` describes this start. The content has
-    `made_with`, and under `earlier` the earlier starts, oldest first. The list of packages of an earlier start is left
-    out if the next start had the same packages.
+    """(the new content of versions.json, the changes since the start before in words, "" without a change or a start
+    before). `file` is the present versions.json, if there is one, and `made_with` describes this start. The content
+    has `made_with`, and under `earlier` the earlier starts, oldest first. The list of packages of an earlier start is
+    left out if the next start had the same packages. Nothing is written.
     """
     there = installed_packages()
     now = {**made_with, "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}

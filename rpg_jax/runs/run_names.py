@@ -49,13 +49,13 @@ def option(field: str, value: object) -> str:
 
 
 def field_of(override: str) -> str:
-    """The dotted name of the field that an argument sets: "seed" for "--config.seed=1"; another text is its own."""
+    """The dotted name of the field that an argument sets: "seed" for "--config.seed=1". Other texts stay."""
     match = config_files.OVERRIDE.match(override)
     return match["field"] if match else override
 
 
 def short(field: str) -> str:
-    """A field's short name: its own in `SHORT`, else its last part, or the whole name if another has the same part."""
+    """A field's short name: the name in `SHORT`, else its last part, or the whole name if fields share this part."""
     last = field.rpartition(".")[2]
     shared = _last_parts()[last] > 1 or last in SHORT.values()
     return SHORT.get(field) or (field if shared else last)
@@ -71,9 +71,8 @@ def shown(value: object) -> str:
 
 
 def settings(config: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Every field of a run, {dotted name: value}, after the config file, the overrides and the method's row.
-
-    Raises ValueError if there is no such file, field or method, or a value has another type.
+    """Every field of a run, {dotted name: value}, after the config file, the overrides ("--config.seed=1") and the
+    method's row. Raises ValueError if there is no such file, field or method, or a value has another type.
     """
     loaded = config_files.load(config, overrides)
     return flat(json.loads(resolve.with_method(loaded.config).to_json_best_effort()))
@@ -81,11 +80,9 @@ def settings(config: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 @functools.cache
 def run_name(config: str, overrides: tuple[str, ...]) -> str:
-    """The name of a run without its seed: config file, method, and the overrides that change a field.
-
-    An override that repeats the value of the method or the file is left out. So only equal runs share a name.
-
-    Raises ValueError if there is no such file, field or method, or a value has another type.
+    """The name of a run without its seed: config file, method, and the overrides that change a field. An override that
+    repeats the value of the method or the file is left out. So two runs of one config file share a name only if they
+    are equal. The errors are those of `settings`.
     """
     full, kept = settings(config, overrides), list(dict.fromkeys(overrides))
     for override in overrides:
@@ -99,7 +96,7 @@ def run_name(config: str, overrides: tuple[str, ...]) -> str:
 
 
 def values_part(values: Mapping[str, object]) -> list[str]:
-    """The part of a run's name that states {dotted field: value}, as ["lr3e-4-beta0.1"]; [] without any."""
+    """[the part of a run's name that states {dotted field: value}], as ["lr3e-4-beta0.1"]; [] without a field."""
     fields = sorted(values, key=lambda field: (field not in SHORT, field))
     return [_safe("-".join(_part(field, values[field]) for field in fields))] if fields else []
 
