@@ -35,10 +35,10 @@ _GPUS = ("gpu", "cuda", "rocm")  # JAX calls all of them "gpu" once it has found
 
 
 def join(config: ConfigDict) -> None:
-    """Joins the other processes of the run, if there are any, and finds the devices. Nothing may touch a device before.
-
-    Raises ValueError if the settings contradict each other, or there is no device of the kind that `run.platform` or
-    JAX_PLATFORMS asks for. The message names who holds a TPU. Several processes wait for each other.
+    """Joins the other processes of the run, if there are any, and finds the devices. Call it before anything touches a
+    device. Several processes wait for each other. A second call only looks for the devices again. Raises ValueError if
+    the settings contradict each other, or there is no device of the kind that `run.platform` or JAX_PLATFORMS asks for.
+    The message names the processes of this host that hold a TPU.
     """
     asked = config.run.platform
     if asked:  # JAX then raises where the device is missing, instead of taking the CPU
@@ -75,10 +75,9 @@ def fast_dtype() -> tuple[str, str]:
 
 
 def check(config: ConfigDict) -> None:
-    """Checks this process against the config and against the other processes. Collective: all processes call it.
-
-    Raises ValueError if sampling ahead would share devices with training, or processes differ in devices, versions or
-    config. If processes differ, the message names the hosts and the differences.
+    """Checks this process against the config and against the other processes. Collective: all processes call it. Raises
+    ValueError if sampling ahead in one process would share several devices with training, or if processes differ in
+    their `facts`: devices, commit, versions, config. Then the message names the hosts and the differences.
     """
     ahead, devices = config.rollout.max_staleness, jax.device_count()
     shared = not config.rollout.devices and not find_driver(config.rollout.driver).remote
@@ -94,7 +93,7 @@ def check(config: ConfigDict) -> None:
 
 
 def facts(config: ConfigDict) -> dict[str, Any]:
-    """Facts that must be the same in all processes of a run, by name; "host", this machine's, is for the message."""
+    """Facts that must be the same in all processes of a run, by name. Only "host" may differ: it names the process."""
     made_with = run_folder.made_with()
     fields = run_folder.flat_fields(config)
     return {
@@ -110,7 +109,7 @@ def facts(config: ConfigDict) -> dict[str, Any]:
 
 
 def differences(all_facts: list[dict[str, Any]]) -> str:
-    """A text with the differences between each process's `facts` and those of the first; "" if there are none."""
+    """A text with the differences between each process's `facts` and the first process's; "" without a difference."""
     first, named = all_facts[0], []
     for process, other in enumerate(all_facts[1:], start=1):
         named += [
@@ -123,7 +122,9 @@ def differences(all_facts: list[dict[str, Any]]) -> str:
 
 
 def device_holders(proc: Path = Path("/proc")) -> dict[int, str]:
-    """{process id: command line} of other processes of this host that are seen to have a TPU's device file open."""
+    """{process id: command line} of other processes of this host that have a TPU's device file open. Processes of other
+    users are not seen. `proc` is the folder of Linux's process files; {} without this folder.
+    """
     holders = {}
     for folder in proc.iterdir() if proc.is_dir() else ():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
@@ -144,14 +145,15 @@ _LAST_WORDS = 1.0  # seconds that the last message may take
 
 
 class StopRequest:
-    """Whether the run was asked to end, by SIGTERM, SIGINT or a call of `request`: `signal` is its number, or None.
+    """Whether the run was asked to end. `signal` is the number of the first SIGTERM, SIGINT or `request`, or None.
 
-    Inside `listening` the first signal is the request. A signal more than 1 s later ends the process at once. A thread
-    hears the signals. So a main thread in a compiled program delays neither deadline nor second signal.
+    Inside `listening` the first signal is the request. A signal more than 1 s later ends the process at once, with the
+    exit code 128 + its number. A thread hears the signals. So a main thread in a compiled program delays neither the
+    deadline nor the second signal.
 
     Args:
-      seconds: the longest time from the request to the end of the process.
-      give_up: called at the deadline, to say what is saved. Then the process ends, also if it fails or hangs.
+      seconds: the time from the request to the deadline. `saved` cancels the deadline.
+      give_up: called at the deadline, to say what is saved. Then the process ends, also if `give_up` fails or hangs.
     """
 
     def __init__(self, seconds: float, give_up: Callable[[], None]):
@@ -162,7 +164,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Inside the block, SIGTERM and SIGINT ask the run to end. Called outside the main thread, it does nothing."""
+        """Inside the block, SIGTERM and SIGINT ask the run to end. Outside the main thread it does nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -197,7 +199,9 @@ class StopRequest:
         return self._asked.wait(seconds)
 
     def agreed(self) -> int | None:
-        """The signal that any process has received, or None. Collective: all processes ask after the same steps."""
+        """The signal that any process has received, the largest of several, or None. Collective: all processes ask
+        after the same steps.
+        """
         return hosts.pmax(self.signal or 0) or None
 
     def saved(self) -> None:
@@ -236,11 +240,11 @@ STALLED = 75
 
 
 class Watchdog:
-    """A context that exits with `STALLED` after `seconds` without a heartbeat, all stacks in `folder`/stall.txt.
-
-    Every `heartbeat.beat` of this process counts, of any thread. `last_words` is called once stall.txt is complete,
-    before the exit. If the interpreter itself is held, no Python thread runs; then C code writes the stacks a little
-    later, and the exit code is 1. With several processes, the file of process N is stall-N.txt.
+    """A context that ends the process after `seconds` without a heartbeat, with the exit code `STALLED`. Before, it
+    writes the stacks of all threads to `folder`/stall.txt, and then calls `last_words`. Every `heartbeat.beat` of this
+    process counts, of any thread. If the interpreter itself is held, no Python thread runs; then C code writes the
+    stacks a little later, and the exit code is 1. With several processes, the file of process N is stall-N.txt. At the
+    end an empty file is deleted.
     """
 
     def __init__(self, folder: Path, seconds: float, last_words: Callable[[], None] = lambda: None):

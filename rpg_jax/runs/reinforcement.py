@@ -59,23 +59,20 @@ from rpg_jax.training.state import TrainState
 def start(
     config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS, on_step: OnStep | None = None
 ) -> int:
-    """Joins the other processes of the run, resolves `config`, and trains to the last step; a checkpoint is continued.
-
-    Returns 0, or 128 plus the number of the signal that stopped the run. `functions` are a Python program's rewards,
-    environment, loss and advantage by their names in the config. `on_step` receives the record of each step. Raises
-    ValueError before the run is open, if the config does not fit, and `cli.Ended` if the open run cannot go on.
+    """Joins the other processes of the run, resolves `config`, and trains as `run` does. Arguments, result and errors
+    are those of `run`, except that `config` need not be resolved.
     """
     processes.join(config)
     return run(resolve(config), functions, on_step)
 
 
 def run(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS, on_step: OnStep | None = None) -> int:
-    """Trains a resolved config to the last step, from the last checkpoint if the folder of the run has one.
-
-    Returns 0, or 128 plus the number of the signal that stopped the run after it saved.
+    """Trains a resolved config to the last step, from the last checkpoint if the folder of the run has one. Returns 0,
+    or 128 plus the number of the signal that stopped the run after it saved.
 
     Args:
-      functions: a Python program's rewards, environment, loss and advantage, by their names in the config.
+      functions: a Python program's rewards, environment, loss and advantage, by their names in the config. The loss and
+        the advantage must be declared already: here their source texts alone are read, so that a resume can compare.
       on_step: receives the record of each step once the step is evaluated, if that is due, and its line is written.
 
     Raises ValueError if config, folder or data do not fit, and `cli.Ended` if the open run cannot go on.
@@ -102,9 +99,10 @@ def make_trainer(
     log: RunLog,
     closing: contextlib.ExitStack,
 ) -> tuple[_ReinforcementTrainer, Any]:
-    """Returns (the trainer of a run, the weights before its first step; zeros if a checkpoint has weights for the run).
-    A new run loads or draws its weights here, and may train its warm start; inputs.json gets their checksum. `closing`
-    ends the rollout, the scorer, the collector and a teacher's threads. Raises ValueError if a part refuses the config.
+    """Returns (the trainer of a run, its trained arrays before the first step: all weights or the adapters; zeros if a
+    checkpoint has them). A new run loads or draws its weights here, and may train its warm start; inputs.json gets the
+    checksum of the weights, or of the base of adapters. `closing` ends the rollout, the scorer, the collector and a
+    teacher's threads. `log` is not used. Raises ValueError if a part refuses the config.
     """
     del log  # the session writes the groups of a step
     config, compilations, parent = experiment.config, CompilationCounter(), checkpointing.parent
@@ -163,7 +161,7 @@ class _ReinforcementTrainer:
         self.algorithm.collector.sync(state.params, int(state.updates))
 
     def step(self, state: TrainState, number: int) -> Step:
-        """Takes a step of the algorithm, and adds its costs to the metrics."""
+        """Takes a step of the algorithm, and adds its costs and its last learning rate to the metrics."""
         step = take_step(self.algorithm, state, number)
         rate = float(self.learner.optimizer.learning_rate(max(step.metrics["updates"] - 1, 0)))
         return dataclasses.replace(step, metrics={**step.metrics, **self._costs(), "learning_rate": rate})
@@ -179,7 +177,9 @@ class _ReinforcementTrainer:
         self.algorithm.reference.restore(record["reference"])
 
     def _costs(self) -> dict[str, float]:
-        """Compilations of the step, the host's memory and journal, seconds to start the checkpoint before the step."""
+        """Metrics of a step, by name: compilations, seconds to start the checkpoint before the step, the host's memory
+        and open files, groups of the journal, and what the servers that sample count.
+        """
         programs, seconds = self.compilations.take()
         saving, journal = self.checkpointing.take_seconds(), self.checkpointing.journal
         counted = {"time/compilations": len(programs), "time/compiling": seconds, "time/checkpoint": saving}
@@ -188,7 +188,9 @@ class _ReinforcementTrainer:
 
 
 def _make_guard(config: ConfigDict) -> Guard:
-    """The guard of the run, by the coarser dtype of sampler and trainer."""
+    """The guard of the run. Its gaps are those of bfloat16 if the sampler or the trainer has bfloat16 or 8 bits. If
+    `rollout.max_sampler_gap` is set, this gap stops the run, and no gap warns.
+    """
     r = config.rollout
     usual, most = SAMPLER_GAPS["bfloat16" if r.int8 or r.int8_kv else config.model.compute_dtype]
     if r.max_sampler_gap is not None:
@@ -206,7 +208,9 @@ def _make_algorithm(
     base: models.Base | None = None,
     journal: rollout.GroupJournal | None = None,
 ) -> Algorithm:
-    """The parts of the training step, with the rollout `own`. If the run trains adapters, `base` has frozen weights."""
+    """The parts of the training step, with the rollout `own`. `base` has the frozen weights beside adapters. `journal`
+    keeps the groups of a step as they end. Rollout files go into `folder`.
+    """
     c, layout = experiment.config, experiment.layout
     programs = learner_programs(layout, learner, base=base)
     pack = functools.partial(
@@ -247,8 +251,8 @@ def _make_algorithm(
 
 def make_training_rollout(experiment: Experiment, params: Any, base: models.Base | None = None) -> rollout.Rollout:
     """The rollout of `rollout.driver`: in this process, or by servers, which need not run yet. `params` are all
-    weights, or the adapters of the frozen `base`. Raises ValueError if the fields of servers contradict each other, or
-    if `model.replay_experts` is True and the experts of all tokens cannot be known.
+    weights, or the adapters of the frozen `base`. Raises ValueError if the fields of servers do not fit, or if
+    `model.replay_experts` is True and the experts of some tokens would not be recorded.
     """
     c = experiment.config
     remote = rollout.find_driver(c.rollout.driver).remote
@@ -268,7 +272,7 @@ def make_training_rollout(experiment: Experiment, params: Any, base: models.Base
 
 def check_rows(config: ConfigDict) -> None:
     """Raises ValueError if `train.packed_length` is less than `task.max_prompt_tokens` + `rollout.max_tokens`: a long
-    prompt and completion would end the run later.
+    prompt with its completion would stop the run later. None, rows without packing, always passes.
     """
     length, longest = config.train.packed_length, config.task.max_prompt_tokens + config.rollout.max_tokens
     if length is not None and length < longest:
@@ -279,9 +283,9 @@ def check_rows(config: ConfigDict) -> None:
 
 
 def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Folder, start: int) -> Drift:
-    """A measure of how far the policy moves from the policy after step `start`, with which the run begins (0: a new
-    run). The folder of the run keeps the initial policy's trained arrays in `initial`. Raises ValueError if
-    `evaluation.temperature` is not `rollout.temperature`, at which log-probabilities are computed.
+    """A measure of how far the policy moves from the policy with which the run begins: the policy after step `start`
+    of its parent, or for 0 of a new run. The folder of the run keeps this policy's trained arrays in `initial`. Raises
+    ValueError if `evaluation.temperature` is not `rollout.temperature`, at which log-probabilities are computed.
     """
     c = experiment.config
     if c.evaluation.temperature != c.rollout.temperature:
@@ -296,8 +300,8 @@ def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Fol
 def _make_collector(
     experiment: Experiment, own: rollout.Rollout, scorer: rewards.Scorer, journal: rollout.GroupJournal | None
 ) -> Collector:
-    """The collector of a step's groups. It samples between updates or ahead of them, whole completions or parts. Raises
-    ValueError if sampling ahead is impossible here.
+    """The collector of a step's groups, which samples by `own` and scores by `scorer`: between updates or ahead of
+    them, whole completions or parts. Raises ValueError if several processes would sample ahead without servers.
     """
     c, dynamic = experiment.config, experiment.config.dynamic_sampling
     stream = data.PromptStream(experiment.task.train, seed=c.seed)
@@ -332,7 +336,9 @@ def _make_collector(
 
 
 def _make_reference(experiment: Experiment, folder: storage.Folder, closing: contextlib.ExitStack) -> Reference:
-    """The config's reference policy: policies of the run, with their snapshots in its folder, or a teacher."""
+    """The config's reference policy: a policy of the run, with snapshots in `folder`/reference, or a teacher. `closing`
+    ends the threads that ask a teacher's servers.
+    """
     c, layout, offload = experiment.config, experiment.layout, "reference" in offloaded(experiment.config)
     memory: Literal["disk", "device", "host"] = "host" if offload else "device" if c.reference.resident else "disk"
     how: dict[str, Any] = {"snapshots": Snapshots(folder.home / "reference"), "like": layout.abstract_trained}

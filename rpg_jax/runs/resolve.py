@@ -19,14 +19,13 @@ from rpg_jax.runs import config_files, logs
 from rpg_jax.types import Count
 
 _BUFFER = 512
-"""Tokens: the paper's overlong buffer. Without shaping the number has no effect, and is as in older runs."""
+"""Tokens: the paper's overlong buffer. Without shaping the number has no effect, and is the number of older runs."""
 
 
 def resolve(config: ConfigDict) -> ConfigDict:
-    """A locked copy that has passed all checks; `with_method` has filled in the fields of its method.
-
-    Raises ValueError if the method or a reward is unknown, the loss or a reward does not take a field that was set, a
-    value is outside its field's range, or two fields contradict each other. The message has the known names or range.
+    """A locked copy of `config` that `with_method` has filled in, and that has passed all checks. Raises
+    ValueError if the method or a reward is unknown, the loss or a reward does not take a field that was set, a value is
+    outside its field's range, or two fields contradict each other. The message has the known names or the range.
     """
     resolved = with_method(config)
     _check_fields(resolved)
@@ -41,12 +40,12 @@ def resolve(config: ConfigDict) -> ConfigDict:
 
 
 def with_method(config: ConfigDict) -> ConfigDict:
-    """A copy in which fields that are None have the values of the row of `config.method` in `losses.METHODS`.
-
-    The row has the fields of `loss`, and the reference's rule, dynamic sampling, overlong shaping and learning rate.
-    Other fields follow from set fields: `loss.constant_length`, `optimizer.decay_until`, `rewards.parts` and
-    `rewards.overlong_buffer`. A loss or an advantage that is named module:function is imported. Raises ValueError if
-    the method is unknown, or `loss.arguments` is no JSON object or sets what has a field.
+    """A copy in which fields that are None have the values of the row of `config.method` in `losses.METHODS`. The row
+    has the fields of `loss`, and the reference's rule ("teacher" with `reference.path`), dynamic sampling, overlong
+    shaping and learning rate; its hyperparameters without a field join `loss.arguments`. Other fields follow from set
+    fields: `loss.constant_length`, `optimizer.decay_until`, `rewards.parts` and `rewards.overlong_buffer`. A loss or an
+    advantage that is named module:function is imported. Raises ValueError if the method is unknown, an import fails, or
+    `loss.arguments` is no JSON object or sets what has a field.
     """
     method = losses.get_method(config.method)
     _declare_own(config)
@@ -86,10 +85,9 @@ def with_method(config: ConfigDict) -> ConfigDict:
 
 
 def check_training(config: ConfigDict) -> None:
-    """Refuses settings that would stop or waste a training run after minutes of computation.
-
-    Raises ValueError if a published model lacks its weights, updates would not change the master weights, completions
-    in parts or stale ones do not fit the other fields, or an optional package is not installed.
+    """Refuses settings that would stop or waste a training run after minutes of computation. Raises ValueError if
+    `model.size` is set without weights, `model.param_dtype` would round updates away, `rollout.partial_tokens` or stale
+    completions do not fit the other fields, or the package of a tracker is not installed.
     """
     m = config.model
     if m.param_dtype != "float32":
@@ -115,10 +113,9 @@ def check_training(config: ConfigDict) -> None:
 
 
 def check_sampling(config: ConfigDict) -> None:
-    """Refuses a sampler that cuts the distribution in reinforcement learning.
-
-    Raises ValueError if top-p, top-k or min-p is on. Tokens that the cut leaves out are never sampled. So no weights of
-    the sampled tokens give the expected gradient of the policy, whose log-probs the trainer has.
+    """Raises ValueError if top-p, top-k or min-p cuts the distribution that reinforcement learning samples. The tokens
+    that the cut leaves out are never sampled. So no weights of the sampled tokens give the expected gradient of the
+    policy, whose log-probs the trainer has.
     """
     for name, off in {"top_p": 1.0, "top_k": 0, "min_p": 0.0}.items():
         if config.rollout[name] != off:
@@ -135,7 +132,7 @@ def lags(config: ConfigDict) -> bool:
 
 
 def _check_staleness(config: ConfigDict) -> None:
-    """Refuses settings with which a loss would misread the ratios of stale completions. Call `with_method` before."""
+    """Raises ValueError if a loss would misread the ratios of stale completions. Call `with_method` before."""
     r, loss, kind = config.rollout, config.loss, config.loss.sampler_correction
     field = "name" if loss.name == "ctpo" else "weight"
     if loss[field] in ("ctpo", "product", "capped") and losses.carried_ratio(kind) == "token":
@@ -167,7 +164,7 @@ def _value(config: ConfigDict, name: str) -> Any:
 
 
 def _check_fields(config: ConfigDict) -> None:
-    """Checks every field against its declaration."""
+    """Raises ValueError if a field is retired, or does not fit its declaration, or a mesh axis has 0 devices."""
     for name, field in config_files.fields().items():
         value = _value(config, name)
         if was := config_files.retired(name, value):
@@ -204,7 +201,7 @@ _OF_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
 
 
 def _check_level(config: ConfigDict) -> None:
-    """Refuses settings that change the beta or the direction of a gradient of whole completions."""
+    """Raises ValueError if a field changes the beta or the direction of a gradient of whole completions."""
     level = config.loss.level
     if level in (None, "token"):
         return
@@ -265,7 +262,7 @@ def _check_reference(config: ConfigDict) -> None:
 
 
 def _check_rehearsal(config: ConfigDict) -> None:
-    """Refuses a rehearsal with only one of its two fields, with a warm start, or with an environment."""
+    """Raises ValueError for a rehearsal with only one of its fields, with a warm start, or with an environment."""
     c, coef = config.rehearsal, f"rehearsal.coef={config.rehearsal.coef:g}: set both, or neither"
     ready = "warm_start.enabled=True: only now it makes the start policy. Run it, export it, give --config.model.path"
     played = f"environment.name={config.environment.name}: kept conversations are not rehearsed; leave one out"
@@ -283,7 +280,7 @@ def _has_baseline(advantage: str, group: int) -> bool:
 
 @contextlib.contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Turns an error of a user's function into a ValueError whose message begins with `what`."""
+    """Turns an error of the block into a ValueError whose message begins with `what`. ValueErrors pass unchanged."""
     try:
         yield
     except ValueError:
@@ -294,7 +291,7 @@ def _named(what: str) -> Iterator[None]:
 
 
 def _declare_own(config: ConfigDict) -> None:
-    """Imports the loss and the advantage that are named module:function, unless a program has declared the function."""
+    """Imports and declares the loss and the advantage that are named module:function, unless they are declared."""
     loss, advantage = config.loss.name or "", config.loss.advantage or ""
     if ":" in loss and loss not in losses.LOSSES:
         losses.declare_own_loss(loss, load(loss, "loss"))
@@ -303,7 +300,9 @@ def _declare_own(config: ConfigDict) -> None:
 
 
 def _check_environment(config: ConfigDict) -> None:
-    """Checks that environment, reward and driver go together. A user's own environment is not imported."""
+    """Raises ValueError if the reward is an environment's without an environment, if `environment.options` is no JSON
+    object, or if a turn may be longer than all turns together. A user's own environment is not imported.
+    """
     name = config.environment.name
     if name is None:
         if rewards.ENVIRONMENT in reward_arguments(config)[0]:
@@ -318,9 +317,8 @@ def _check_environment(config: ConfigDict) -> None:
 
 
 def own_code(config: ConfigDict) -> dict[str, str]:
-    """{"module:name": field} of the functions and classes outside this package that the fields of a config name.
-
-    The environment "tools" imports the tools and the verifier that its options name.
+    """{"module:name": field} of the functions and classes outside this package that the fields of a config name. The
+    options of the environment "tools" name tools and a verifier. Nothing is imported.
     """
     named = {"task.name": [config.task.name], "rewards.parts": [*reward_arguments(config)[0]]}
     named |= {f"loss.{name}": [config.loss[name] or ""] for name in ("name", "advantage")}
@@ -332,9 +330,9 @@ def own_code(config: ConfigDict) -> dict[str, str]:
 
 
 def check_trusted(config: ConfigDict, run: object, *, trust: bool) -> None:
-    """Refuses the config of a run that somebody else may have written, if it names code to import or a judge to ask.
-
-    Raises ValueError without `trust`. The message names the code, the judge, and `run`, the run's folder.
+    """Raises ValueError, unless `trust` is set, if the config of a run that somebody else may have written names code
+    to import or a judge to ask. The loss and the advantage do not count: only training imports them. The message names
+    the code, the judge, and `run`, the run's folder.
     """
     named = [f"imports {name!r} ({field})" for name, field in own_code(config).items() if field[:5] != "loss."]
     if rewards.JUDGE in reward_arguments(config)[0]:
@@ -362,7 +360,9 @@ def _json_object(field: str, text: str, example: str) -> dict[str, Any]:
 
 
 def _loss_object(config: ConfigDict) -> dict[str, Any]:
-    """The hyperparameters in `loss.arguments`. Raises ValueError if one has a config field: checks read the field."""
+    """The hyperparameters in `loss.arguments`. Raises ValueError if they are no JSON object, or if one has a config
+    field, which checks read. A loss of the user's own may have a hyperparameter by the name of a field that is None.
+    """
     given = _json_object("loss.arguments", config.loss.arguments or "{}", '{"tau": 0.5}')
     own = ":" in (config.loss.name or "")
     if known := [name for name in given if name in config.loss and not (own and config.loss[name] is None)]:
@@ -378,7 +378,9 @@ def loss_arguments(config: ConfigDict) -> tuple[str, dict[str, Any]]:
 
 
 def reward_arguments(config: ConfigDict) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-    """Weights and options of `rewards.Scorer`: {part: weight}, and {part: keyword arguments} where it has some."""
+    """Arguments of `rewards.Scorer`: (the weights {part: weight}, the options {part: keywords} of parts with options).
+    The part that decides accuracy has weight 0 if `rewards.parts` does not have it. Overlong shaping is a part.
+    """
     c, limit = config.rewards, config.rollout.max_tokens
     weights = _weights(_reward_parts(config))
     if c.accuracy is not None:
@@ -396,7 +398,7 @@ def _reward_parts(config: ConfigDict) -> str:
 
 
 def _weights(parts: str) -> dict[str, float]:
-    """The weight of each part in a text like "exact:1,format:0.1,package.module:function". The default weight is 1."""
+    """{part: weight} of a text like "exact:1,format:0.1,package.module:function". The default weight is 1."""
     weights = {}
     for part in (p.strip() for p in parts.split(",")):
         name, _, weight = part.rpartition(":")

@@ -30,8 +30,8 @@ _FILE_BYTES = 512 * 2**20  # a process writes several files at once
 
 def make_served(experiment: Experiment, params: Any, base: models.Base | None = None) -> ServersRollout:
     """The rollout that takes completions from the servers of `servers.urls`, which need not run yet. It starts threads,
-    which its `close` ends. `params` are all weights, or the adapters of `base`, and servers get base and adapters
-    merged, in folders of `servers.weights`. Raises ValueError if an address, the key, the folder or a field is wrong.
+    which its `close` ends. `params` are all weights, or the adapters of `base`; servers then get both merged. Makes the
+    run's folder in `servers.weights`. Raises ValueError if an address, the key, the folder or a field is wrong.
     """
     config, layout, tokenizer = experiment.config, experiment.layout, experiment.tokenizer
     c, m, kind = config.servers, config.model, KINDS[config.servers.kind]
@@ -64,7 +64,8 @@ def make_served(experiment: Experiment, params: Any, base: models.Base | None = 
 def make_served_teacher(experiment: Experiment) -> ServedTeacher:
     """The teacher at the addresses of `reference.path`, which computes log-probs. Waits until a server answers; `close`
     ends its threads. Raises ValueError if an address or the key does not fit, the loss needs more than the log-probs of
-    sampled tokens at temperature 1, or the teacher has another tokenizer than the policy.
+    sampled tokens at temperature 1, or the servers have other texts for the tokens of the first problem's prompt than
+    the policy's tokenizer; ServerError, a ValueError, if no server answers for `servers.patience_seconds`.
     """
     config, tokenizer = experiment.config, experiment.tokenizer
     c, client, url = config.servers, _client(config.servers), config.reference.path
@@ -92,7 +93,7 @@ def make_served_teacher(experiment: Experiment) -> ServedTeacher:
 
 
 def _letters(text: str) -> str:
-    """The text without blanks, and without bytes that are no character alone: servers write these differently."""
+    """The ASCII characters of the text without blanks: servers write blanks and parts of characters differently."""
     return "".join(letter for letter in text if letter.isascii() and not letter.isspace())
 
 
@@ -125,9 +126,9 @@ def _check(config: ConfigDict) -> None:
 
 
 def _addresses(text: str, client: Client, *, shared: bool) -> list[str] | Look:
-    """The servers of this process: all servers if processes can share a server, else a part of them. If two processes
-    ask one server, each makes the server load weights, which breaks off the completions for the other process. Only a
-    server that names its weights in each answer can serve several processes.
+    """The servers at the addresses `text` that this process asks: all if processes can share a server (`shared`), else
+    its share. Two processes that asked one other server would each make it load weights, and break off the completions
+    of the other process. Raises ValueError if there are too few servers for all processes.
     """
     found, processes = source(text, client.check), jax.process_count()
     if shared or processes == 1:
@@ -149,7 +150,7 @@ def _key() -> ApiKey | None:
 
 
 def _home(folder: str | None, run: str) -> Path:
-    """The folder of this run's weights."""
+    """Makes and returns the folder of this run's weights. Raises ValueError if `folder` is unset or not local."""
     if not folder:
         raise ValueError(
             "rollout.driver=servers needs servers.weights, a folder that the servers see too: weights that never "

@@ -1,6 +1,5 @@
-"""A run: the steps of its trainer, and around them evaluations, checkpoints, logs, signals and the watchdog.
-
-The end of the file measures what steps cost: compilations, traces of chosen steps, and memory.
+"""A run: the steps of its trainer, and around them evaluations, checkpoints, logs, signals and the watchdog. The end of
+the file measures what steps cost: compilations, traces of chosen steps, and memory.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ OnStep = Callable[[Step], None]
 
 
 class Trainer(Protocol):
-    """How a run trains: by reinforcement learning or by supervised training."""
+    """How a run trains: by reinforcement learning or by supervised training. A `Session` calls the methods."""
 
     @property
     def title(self) -> str:
@@ -67,10 +66,10 @@ class Trainer(Protocol):
         """The KL anchor, whose snapshots a checkpoint needs; None without a reference."""
 
     def begin(self, state: TrainState) -> None:
-        """Prepares for the steps after `state`, for instance hands its weights to the rollout. Called once."""
+        """Prepares for the first step, for instance hands the weights of `state` to the rollout. Called once."""
 
     def step(self, state: TrainState, number: int) -> Step:
-        """Takes step `number`, from 1; `state` is donated. The returned record has the new state."""
+        """Takes step `number`, from 1; `state` is donated. Returns the record of the step, with the new state."""
 
     def evaluate(self, state: TrainState, number: int) -> dict[str, float]:
         """Returns the held-out scores of the weights after step `number`, as metrics by name. `state` stays usable."""
@@ -79,11 +78,11 @@ class Trainer(Protocol):
         """Returns the position of the data, JSON-able, for a checkpoint. May wait for what moves the position."""
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Moves the data to the position that the method `record` has returned and a checkpoint has kept."""
+        """Moves the data, and the reference if there is one, to the position that the method `record` returned."""
 
 
 class MakeTrainer(Protocol):
-    """(a run's trainer, its first weights). `closing` ends the threads and processes that the trainer starts."""
+    """Makes (a run's trainer, its first trained arrays). `closing` ends the threads and processes that it starts."""
 
     def __call__(
         self,
@@ -98,10 +97,10 @@ class MakeTrainer(Protocol):
 
 class Session:
     """A run in progress. After each step it logs the step, saves a checkpoint and evaluates if due, and may stop.
-
-    `make_trainer` makes the trainer; the state is new, the parent's, or the newest checkpoint's. `closing` closes files
-    and threads. With `journaled`, the folder keeps groups between checkpoints. `on_step` receives the record of each
-    step. Raises ValueError if an input has changed, or if a checkpoint or the run of `run.start_from` does not fit.
+    `make_trainer` makes the trainer; the state is new, the parent's, or the newest checkpoint's. The session's files
+    and threads end with `closing`. With `journaled`, the folder keeps groups between checkpoints. `on_step` receives
+    the record of each step. All processes of a run make their session together. Raises ValueError if an input has
+    changed, or if a checkpoint or the run of `run.start_from` does not fit.
 
     Attributes:
       now: the record of the last finished step; before the first step a record with number 0, or the parent's step.
@@ -145,8 +144,8 @@ class Session:
 
     def to_the_end(self) -> int:
         """Takes steps until the last step, or until SIGTERM or SIGINT asks to stop, and then saves. Blocks meanwhile.
-        Returns 0, or 128 plus the signal's number if steps or an evaluation are left. At the end it writes curves and
-        summary. Raises `cli.RunLost` if the guard stops the run or a device is out of memory.
+        Returns 0, or 128 plus the signal's number if steps or an evaluation are left. After the last step it writes
+        curves and summary. Raises `cli.RunLost` if the guard stops the run or a device is out of memory. Call it once.
         """
         trainer, stopped = self.trainer, None
         trainer.begin(self.now.state)
@@ -168,9 +167,9 @@ class Session:
         return self._finish()
 
     def save(self, owed: Mapping[str, float] | None = None) -> None:
-        """Starts a checkpoint of the present step. The storage writes the checkpoint while the run goes on. `owed` are
-        metrics of this step, which no log has yet because the step is not evaluated; None: there are none. The
-        checkpoint keeps the metrics. The process that evaluates the step, this or a resumed one, logs them.
+        """Starts a checkpoint of the present step, and returns while the storage still writes it. `owed` are metrics of
+        this step that no log has yet, because the step is not evaluated; None if the log has them. The checkpoint
+        keeps them, and the process that evaluates the step, this one or a resumed one, logs them.
         """
         beat(f"the checkpoint of {self.trainer.unit} {self.now.number}")
         record = {
@@ -182,7 +181,7 @@ class Session:
         self.checkpointing.save(self.now.number, self.now.state, record, self.trainer.reference)
 
     def _resumed(self) -> Step:
-        """Takes trainer and logs back to the newest checkpoint that can be trusted. Returns the record of its step."""
+        """Takes trainer and logs back to the newest undamaged checkpoint. Returns the record of its step."""
         trainer = self.trainer
         number, state, record = self.checkpointing.restore(trainer.learner.like, trainer.reference)
         trainer.restore(record)
@@ -207,7 +206,7 @@ class Session:
             self._tell(progress)
 
     def _after(self, step: Step, progress: Progress) -> int | None:
-        """Logs, saves and evaluates a step; returns the signal that ends the run, if there is one."""
+        """Logs a step, and saves and evaluates it if due. Returns the signal that ends the run after it, or None."""
         self.now = step
         self.log.append_samples(step.number, step.groups)
         if step.fault is not None:
@@ -244,7 +243,7 @@ class Session:
         self.owes = False
 
     def _tell(self, progress: Progress) -> None:
-        """Shows the present step, and calls `on_step`, unless the next process has to evaluate the step first."""
+        """Shows the present step, and calls `on_step`, unless a resumed run has to evaluate the step first."""
         progress.update(self.now.number, self.now.metrics)
         if self.on_step is not None and not self.owes:
             self.on_step(self.now)
@@ -280,7 +279,7 @@ def _in_words(values: Mapping[str, float]) -> str:
 
 
 class CompilationCounter:
-    """Counts the programs that this process compiles, or fetches from the compilation cache, after it was made."""
+    """Counts the programs that this process compiles, or fetches from the cache, after the counter was made."""
 
     def __init__(self) -> None:
         self._programs: list[str] = []
@@ -300,7 +299,7 @@ class CompilationCounter:
 
 
 def chosen_steps(text: str | None) -> range:
-    """The steps in "12", or in "12-14" with both ends; None names no step. Raises ValueError for other text."""
+    """The steps in "12", or in "12-14" with both ends; none for None. Raises ValueError for another text."""
     if text is None:
         return range(0)
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
@@ -312,8 +311,8 @@ def chosen_steps(text: str | None) -> range:
 @contextlib.contextmanager
 def watched(step: int, traced: range, folder: Path) -> Iterator[None]:
     """A context for step number `step`. If `traced` has the number, JAX writes a trace of the block into
-    `folder`/profile, for TensorBoard or Perfetto. Raises `cli.RunLost` if the devices ran out of memory. Then
-    `folder`/memory.prof says what filled them.
+    `folder`/profile, for TensorBoard or Perfetto. If the devices run out of memory in the block, writes what filled
+    them to `folder`/memory.prof and raises `cli.RunLost`.
     """
     trace = jax.profiler.trace(str(folder / "profile")) if step in traced else contextlib.nullcontext()
     try:

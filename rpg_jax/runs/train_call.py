@@ -82,7 +82,7 @@ class Result:
     @property
     def params(self) -> Any:
         """The weights of `policy`: a nested dict of arrays in `model.param_dtype`, layers stacked on the first axis.
-        Adapters are added to their base, in `model.compute_dtype`.
+        After a run with adapters: base and adapters merged, in `model.compute_dtype`.
         """
         return self.policy.params
 
@@ -119,7 +119,7 @@ def train(
       held_out: problems to evaluate on, or several sets of them by name; needs `data`. None: a tenth of `data`, and at
         most `evaluation.problems` rows. Training then leaves these rows out.
       reward: a function, "FILE.py:function", a part of `rewards.parts`, or weights by function or part. The reward is
-        not shaped, unless `overrides` names a method or sets `rewards.overlong_shaping`. A function is called in this
+        not shaped, unless `rewards.overlong_shaping` is set or `overrides` names a method. A function is called in this
         process as function(completion, answer, prompt), or as function(completion, answer) if it takes two, with
         strings, and returns a number. A completion is right if the part `rewards.accuracy` (default: the first
         verifier) is 1, or above `rewards.right_above`. Calls of an async function run together; each may take
@@ -169,9 +169,10 @@ def prepared(
     data: Any,
     **given: Any,
 ) -> tuple[ConfigDict, dict[str, Any]]:
-    """The config of a call of `train`, with a run's name, and the functions that the call handed over, by their names
-    in the config. `given` has held_out, reward, environment, loss and advantage. Writes rows to `run.dir`/rows,
-    declares a loss and an advantage, and prints the fields that it chose. Raises ValueError if an argument is wrong.
+    """(the config of a call of `train`, with a run's name; the objects that the call handed over, by their names in
+    the config). The arguments are those of `train`; `given` has held_out, reward, environment, loss, advantage. Writes
+    rows to `run.dir`/rows and declares a loss and an advantage. If `config` is None, joins the other processes, and
+    chooses and prints fields. Raises ValueError if an argument is wrong.
     """
     fits, held_out = config is None, given.pop("held_out")
     if model is not None:
@@ -220,7 +221,7 @@ class _Handed(NamedTuple):
 
 
 def _handed_over(overrides: Mapping[str, Any], *, reward: Any, **others: Any) -> _Handed:
-    """The fields and functions of the objects of a call, by argument. A loss and an advantage are declared here."""
+    """What a run needs of the objects that a call of `train` handed over. Declares a loss and an advantage."""
     fields, named, functions = _Handed({}, {}, {})
     if reward is not None:
         weights, functions = rewards.named(reward)
@@ -248,7 +249,7 @@ def _handed_over(overrides: Mapping[str, Any], *, reward: Any, **others: Any) ->
 
 
 def _declared_loss(name: str, loss: Callable[..., Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Declares a loss that was handed over; returns the config fields with the keywords of a `functools.partial`."""
+    """Declares a loss that was handed over. Returns the field `loss.arguments` with a partial's keywords, else {}."""
     fields = {}
     if isinstance(loss, functools.partial):
         if loss.args or not inspect.isfunction(loss.func):
@@ -260,7 +261,7 @@ def _declared_loss(name: str, loss: Callable[..., Any], overrides: Mapping[str, 
 
 
 def _opened(config: str | PathLike[str] | ConfigDict, overrides: Mapping[str, Any]) -> tuple[ConfigDict, str]:
-    """The config with its overrides, and the file that its runs are named after."""
+    """(the config with its overrides, the file after which its runs are named; "config" for a ConfigDict)."""
     if isinstance(config, ConfigDict):
         return config_files.changed(config, overrides), "config"
     loaded = config_files.load(fspath(config))
@@ -268,7 +269,7 @@ def _opened(config: str | PathLike[str] | ConfigDict, overrides: Mapping[str, An
 
 
 def _task(config: ConfigDict, data: Rows | None, held_out: Any) -> dict[str, Any]:
-    """The fields of a task whose problems are `data` and `held_out`."""
+    """The fields of a task whose problems are `data` and `held_out`, as in `train`. Writes both to `run.dir`/rows."""
     if data is None:
         raise ValueError("held_out=[…] needs data=[…] to train on")
     train = _listed(config, data, "data")
@@ -300,7 +301,9 @@ def _refuse(overrides: Mapping[str, Any], argument: str, *fields: str) -> None:
 
 
 class Fitted(NamedTuple):
-    """`fields` by dotted name that nobody has set, and `lines` that say what was chosen and which field changes it."""
+    """`fields`: values, by dotted name, for fields that the caller has not set. `lines`: what the run has, by
+    choice or by the caller, and which field changes it.
+    """
 
     fields: dict[str, Any]
     lines: list[str]
@@ -316,10 +319,11 @@ def neutral(asked: Collection[str]) -> dict[str, Any]:
 
 def fitted(config: ConfigDict, asked: Collection[str], rows: Sequence[str]) -> Fitted:
     """Chooses values for the fields that the caller has not set, by the model, the rows and the device: the limits of
-    prompts and completions, the sizes of a step and of a micro-batch, the numbers' dtype and the learning rate.
+    prompts and completions, the sizes of a step and of a micro-batch, the number of steps, the numbers' dtype, the
+    learning rate, and on a CPU how often to save.
 
     Args:
-      config: holds `model.path`, the values of `NEUTRAL` and what the caller has set. It stays as it is.
+      config: holds `model.path`, the values of `NEUTRAL` and what the caller has set. It is not changed.
       asked: dotted names of the fields that the caller has set.
       rows: the files or data sets of the problems to train on; they are read.
 
@@ -377,8 +381,8 @@ def fitted(config: ConfigDict, asked: Collection[str], rows: Sequence[str]) -> F
 
 
 def _rate(weights: int, *, adapters: bool) -> tuple[float, str]:
-    """A learning rate for a pretrained model, with one digit, and the reason. At 3e-5 in place of 1e-5 SmolLM2-135M
-    learned sums in six steps, and lost some of them again in six more.
+    """(a learning rate, with one digit, for a pretrained model of so many `weights`; the reason, to end a sentence).
+    At 3e-5 in place of 1e-5 SmolLM2-135M learned sums in six steps, and lost some of them again in six more.
     """
     rate = min(max(1e-6 * (4e9 / weights) ** (2 / 3), 1e-6), _LARGEST_RATE)
     reason = ", because 4 billion weights learn at 1e-6 (the paper), 0.135 at 1e-5; the power -2/3 of the size has both"

@@ -19,7 +19,7 @@ from rpg_jax.runs import cli, config_files
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command with the flags `argv`, by default the process's; may be called several times. Returns the exit
-    code: 0, 1 (another start may help), 2 (a user's error), 3 (a lost run), or 128 plus a signal's number.
+    code: 0, 1 (another start may help), 2 (a user's error), 3 (a lost run), 128 plus a signal's number. Raises bugs.
     """
     parser = cli.parser("train", __doc__)
     parser.add_config()
@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_options(options: argparse.Namespace) -> int:
-    """Names the run, resolves its config and trains; returns the exit code. Without a config the fields fit the model,
-    the rows and the device. Without a config, model, rows and reward the config is tiny.
+    """Names the run, resolves its config and trains; returns the exit code. Without --config the fields fit the model,
+    the rows and the device. Without any of --config, --model, --data, --held_out and --reward the config is tiny.
     """
     given = {name: getattr(options, name) for name in ("model", "data", "held_out", "reward")}
     config = "configs/tiny.py" if {options.config, *given.values()} == {None} else options.config
