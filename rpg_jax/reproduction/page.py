@@ -87,7 +87,7 @@ def _figure(caption: str, file: Path, image: bytes | None) -> list[str]:
 
 
 def _rows_to_show(table: Table, rows: Rows) -> list[str]:
-    """At most `SHOWN` rows: the rows that the table names, else the first rows."""
+    """All rows; of more than `SHOWN` rows, those in `table.shown`, or the first without any, and at most `SHOWN`."""
     chosen = [row for row in table.shown if row in rows] if len(rows) > SHOWN else []
     return (chosen or list(rows))[:SHOWN]
 
@@ -145,7 +145,7 @@ def _score_table(rows: Rows, scores: Columns) -> str:
 
 
 def _differences(table: Table, rows: Rows, last: Mapping[str, Values]) -> list[str]:
-    """Paragraphs and a table: Last of each set minus Last of the compared row, paired by seed."""
+    """Paragraphs and a table: Last, {set: {row: {seed: %}}}, of each row minus Last of its compared row, by seed."""
     missing = sorted({table.compared_with(row) for row in rows} - set(rows))
     return [
         "Differences in Last, paired by seed, in points; one in *italics* has a 95 % interval that excludes 0.",

@@ -147,7 +147,7 @@ def opened(address: str) -> Iterator[storage.Folder]:
 
 def use_compilation_cache(folder: str | None = None) -> None:
     """Keeps compiled programs between runs: in the environment's JAX_COMPILATION_CACHE_DIR, else in `folder`, a local
-    path or gs:// address ("" keeps none), else, for None, in the user's cache folder. A compiled program is executed as
+    path or gs:// address ("" sets none), else, for None, in the user's cache folder. A compiled program is executed as
     it is: never pass a folder that the config.json of a run names. A local folder also keeps programs that compile in
     less than a second, unlike JAX's default. Raises ValueError for an address of another form.
     """
@@ -161,7 +161,7 @@ def use_compilation_cache(folder: str | None = None) -> None:
 
 
 def _own_cache() -> Path | str:
-    """The user's folder of compiled programs; "" if the user has no home, or cannot write there."""
+    """Makes and returns the user's folder of compiled programs; "" if the user has no home, or cannot write there."""
     try:
         (folder := storage.files.cache_folder() / "compiled").mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):

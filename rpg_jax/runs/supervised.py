@@ -150,7 +150,7 @@ class _Accuracy:
         self._generate = evaluation_generator(e, self._rollout, self._scorer)
 
     def of(self, params: Any, step: int, log: RunLog) -> dict[str, float]:
-        """Scores of `params` after update `step`, by name: each set's, and the mean. `log` gets completions."""
+        """Scores of `params` after update `step`, by name: each set's, and the mean. Some completions join `log`."""
         if not self._sets:
             return {}
         self._rollout.sync_weights(params, step)

@@ -106,8 +106,8 @@ def train(
     follow from the model, the rows and the device, and each is printed with its value.
 
     It does what `python -m rpg_jax.train` does with the same config, prints the same, and leaves the same folder. It
-    returns after the last step, with the run's folder, metrics and policy. The first SIGINT or SIGTERM saves and
-    returns; a second one ends the process.
+    returns after the last step, with the run's folder, metrics and policy. During the steps, the first SIGINT or
+    SIGTERM saves and returns; a second one ends the process.
 
     Args:
       config: the name of a shipped config, a file (with its variant, as "configs/x.py:tiny"), or a `ConfigDict` with
@@ -122,9 +122,9 @@ def train(
         not shaped, unless `rewards.overlong_shaping` is set or `overrides` names a method. A function is called in this
         process as function(completion, answer, prompt), or as function(completion, answer) if it takes two, with
         strings, and returns a number. A completion is right if the part `rewards.accuracy` (default: the first
-        verifier) is 1, or above `rewards.right_above`. Calls of an async function run together; each may take
-        `rewards.deadline_seconds`. The config knows a function as "module:qualname"; a function with another name makes
-        another run. None: the config's rewards.
+        verifier) is above `rewards.right_above`; None: at least 1. Calls of an async function run together; each may
+        take `rewards.deadline_seconds`. The config knows a function as "module:qualname"; a function with another name
+        makes another run. None: the config's rewards.
       environment: answers every turn of the policy, see docs/environments.md: a class, which is made with the config's
         `environment.options`, an object with `reset` and `step`, or a name. A class or an object is called in this
         process, and may be async. None: the config's environment, if it has one.

@@ -18,8 +18,8 @@ from rpg_jax.runs import cli, config_files
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command with the flags `argv`, by default the process's; may be called several times. Returns the exit
-    code: 0, 1 (another start may help), 2 (a user's error), 3 (a lost run), 128 plus a signal's number. Raises bugs.
+    """Runs the command with the flags `argv`; None: the process's. May be called several times. Returns the exit code:
+    0, 1 (another start may help), 2 (a user's error), 3 (a lost run), or 128 plus a signal's number. A bug is raised.
     """
     parser = cli.parser("train", __doc__)
     parser.add_config()
