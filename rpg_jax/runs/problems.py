@@ -21,7 +21,7 @@ from rpg_jax.rewards.callables import load
 from rpg_jax.runs.resolve import reward_arguments
 
 Demonstration = str | Sequence[Message]
-"""One turn as text, or the messages after a prompt. Supervised training imitates the turn, or the assistant's."""
+"""One turn as text, or the messages after a prompt, of which supervised training imitates the assistant's."""
 Examples = Callable[[Sequence[data.Problem]], list[tuple[data.Problem, Demonstration]]]
 Row = Mapping[str, Any]
 Rows = Iterable[Row] | str | PathLike[str]
@@ -43,8 +43,8 @@ class Task:
     Attributes:
       train: problems to learn from; [] if they are not loaded.
       held_out: problems to evaluate on, by the name of their set; {} if they are not loaded.
-      texts: texts to train a tokenizer on. They have every character of the prompts and answers.
-      notes: lines on sets that are cut and on training problems that are left out.
+      texts: texts to train a tokenizer on, to be read once. They have every character of the prompts and answers.
+      notes: lines for people on sets that are cut, and on rows and training problems that are left out.
       examples: problems -> (problem, demonstration) pairs for supervised training; by default a pair for each entry of
         `Problem.demonstrations`. The problem of a pair may have another prompt.
       demonstrated: the problems that supervised training learns from; None: the problems of `train`.

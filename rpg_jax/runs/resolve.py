@@ -40,12 +40,12 @@ def resolve(config: ConfigDict) -> ConfigDict:
 
 
 def with_method(config: ConfigDict) -> ConfigDict:
-    """A copy in which fields that are None have the values of the row of `config.method` in `losses.METHODS`. The row
-    has the fields of `loss`, and the reference's rule ("teacher" with `reference.path`), dynamic sampling, overlong
-    shaping and learning rate; its hyperparameters without a field join `loss.arguments`. Other fields follow from set
-    fields: `loss.constant_length`, `optimizer.decay_until`, `rewards.parts` and `rewards.overlong_buffer`. A loss or an
-    advantage that is named module:function is imported. Raises ValueError if the method is unknown, an import fails, or
-    `loss.arguments` is no JSON object or sets what has a field.
+    """A copy in which the fields of a method that are None have the values of the row of `config.method` in
+    `losses.METHODS`. The row has the fields of `loss`, and the reference's rule ("teacher" with `reference.path`),
+    dynamic sampling, overlong shaping and learning rate; its hyperparameters without a field join `loss.arguments`.
+    Other fields follow from set fields: `loss.constant_length`, `optimizer.decay_until`, `rewards.parts` and
+    `rewards.overlong_buffer`. A loss or an advantage that is named module:function is imported. Raises ValueError if
+    the method is unknown, an import fails, or `loss.arguments` is no JSON object or sets what has a field.
     """
     method = losses.get_method(config.method)
     _declare_own(config)
@@ -201,7 +201,7 @@ _OF_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
 
 
 def _check_level(config: ConfigDict) -> None:
-    """Raises ValueError if a field changes the beta or the direction of a gradient of whole completions."""
+    """Raises ValueError if a field changes the KL coefficient or the direction of a gradient of whole completions."""
     level = config.loss.level
     if level in (None, "token"):
         return
