@@ -147,9 +147,10 @@ def opened(address: str) -> Iterator[storage.Folder]:
 
 def use_compilation_cache(folder: str | None = None) -> None:
     """Keeps compiled programs between runs: in the environment's JAX_COMPILATION_CACHE_DIR, else in `folder`, a local
-    path or gs:// address ("" sets none), else, for None, in the user's cache folder. A compiled program is executed as
-    it is: never pass a folder that the config.json of a run names. A local folder also keeps programs that compile in
-    less than a second, unlike JAX's default. Raises ValueError for an address of another form.
+    path or gs:// address ("" keeps none), else, for None, in the user's cache folder. A process stays with the folder
+    that it has when it first compiles: JAX reads the setting once. A compiled program is executed as it is: never pass
+    a folder that the config.json of a run names. A local folder also keeps programs that compile in less than a second,
+    unlike JAX's default. Raises ValueError for an address of another form.
     """
     chosen: str | Path = _own_cache() if folder is None else folder
     if chosen != "" and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
