@@ -27,14 +27,14 @@ _SHOWN_CHARACTERS = 600
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command with the arguments `argv`, by default those of the process; returns its exit code."""
+    """Runs the command line `argv`, by default the arguments of this process. Returns the exit code."""
     return cli.run(lambda options: options.run(options, screen.console()), _parser(), argv)
 
 
 def prepare(options: argparse.Namespace, console: Console) -> None:
-    """Loads problems, removes those of `options.against`, and writes the parquet file `options.output`. Repetitions
-    become samples of one problem. Prints counts to `console`, and skipped rows to standard error. Raises ValueError
-    without sources, if a source cannot be read, or if no problem is left."""
+    """Loads problems, removes those that `decontaminate` finds in the sources `options.against`, and writes the others
+    to the parquet file `options.output`. Prints counts to `console`, and skipped rows to standard error. `options` are
+    as `_parser` reads them. Raises ValueError without sources, if no problem is left, and as `sources.load` does."""
     if not options.sources:
         raise ValueError("what to prepare? Give files or data sets")
     problems, report = _load(options)
@@ -52,9 +52,9 @@ def prepare(options: argparse.Namespace, console: Console) -> None:
 
 def inspect(options: argparse.Namespace, console: Console) -> None:
     """Prints counts by source, columns, lengths, bad rows and the first `options.examples` problems of the sources.
-    With `options.config`, a file, the config gives the sources and the template that the command line leaves out. The
-    output then counts tokens too, and the prompts and demonstrations that are too long for the config. Raises
-    ValueError without sources, for overrides without a config, for a wrong config, and if a source cannot be read."""
+    With a config file, `options.config`, the config gives the sources and the template that the command line leaves
+    out, and its environment opens the problems. The output then counts tokens too, and prompts and demonstrations that
+    are too long. Raises ValueError without sources, for overrides without a config, and as `load` and the config do."""
     seen = None
     if options.config is not None:
         from rpg_jax.runs import experiment  # loads JAX: inspecting without a config need not wait for it
@@ -119,7 +119,7 @@ def _columns(report: Report) -> rich.table.Table:
 
 
 def _limits(problems: Sequence[Problem], seen: Any) -> Iterator[str]:
-    """Yields two lines: the number of prompts that are too long for the config, and of demonstrations that are cut."""
+    """Yields two lines: how many prompts are too long for `seen`, a `DataSettings`, and how many demonstrations."""
     prompts = [len(encode_prompt(p, seen.tokenizer, thinking=seen.thinking)) for p in problems]
     long = sum(n > seen.max_prompt_tokens for n in prompts)
     yield f"{long} of {len(prompts)} prompts are longer than task.max_prompt_tokens={seen.max_prompt_tokens}"

@@ -26,7 +26,7 @@ class ChatTemplate:
       template: Jinja source, or the list of {name, template} that some repositories have ("default" is used).
       special_tokens: texts by the names that the template may write: bos_token, eos_token, ….
 
-    Raises ValueError if the template does not parse, or a list has no "default".
+    Raises ValueError if the template does not parse or a list has no "default"; KeyError or TypeError for another list.
     """
 
     def __init__(self, template: str | Sequence[Mapping[str, str]], special_tokens: Mapping[str, str] | None = None):
@@ -50,12 +50,12 @@ class ChatTemplate:
     def __call__(
         self, messages: Sequence[Mapping[str, Any]], *, thinking: bool = True, add_generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation, for the model to continue. Several threads may call this.
+        """Returns the text of a conversation, for the model to continue. Several threads may call this.
 
         Args:
-          messages: {"role", "content", …}; other keys than `SEEN` are hidden. "tools" of the first are the tools.
-          thinking: Qwen3's `enable_thinking`, which other templates ignore.
-          add_generation_prompt: end with the beginning of the assistant's next turn.
+          messages: {"role", "content", …}. Other keys than `SEEN` are hidden, except "tools" of the first message.
+          thinking: Qwen3's `enable_thinking`: False asks for an answer without thoughts. Other templates ignore it.
+          add_generation_prompt: end the text with the beginning of the assistant's next turn.
 
         Raises ValueError if the template rejects the messages or fails, tries what the sandbox forbids, takes more than
         100,000 loop turns and calls, or makes a text of more than 10,000,000 characters.
@@ -100,7 +100,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *arguments, **keywords)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Computes a sum, product or power. Raises TemplateError first if the result would be too large."""
+        """Computes a sum, product or power. Raises TemplateError, without computing, if the result may be too large."""
         if _size(operator, left, right) > CHARACTERS:
             raise jinja2.TemplateError(f"the result of {operator} is too large")
         return super().call_binop(context, operator, left, right)
@@ -110,7 +110,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _within_limit(pieces: Iterable[Any]) -> str:
-    """The pieces as texts, concatenated. Raises TemplateError if they have more than `CHARACTERS` characters."""
+    """Joins the pieces as texts. Raises TemplateError if the result has more than `CHARACTERS` characters."""
     texts, length = [], 0
     for piece in pieces:
         texts.append(str(piece))
@@ -121,7 +121,7 @@ def _within_limit(pieces: Iterable[Any]) -> str:
 
 
 class _Budgeted(NodeTransformer):
-    """Changes a template so that every loop counts its iterations, and every concatenation counts its characters."""
+    """Changes a template so that every loop counts its iterations, and every concatenation (~) its characters."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -146,7 +146,7 @@ def _joined(context: Context, items: Iterable[Any]) -> str:
 
 
 def _size(operator: str, left: Any, right: Any) -> float:
-    """The approximate length of a result. For numbers: infinity if the result has more than `_BITS` bits, else 0."""
+    """Returns about the length of a result. For whole numbers: infinity if it may exceed `_BITS` bits, else 0."""
     numbers = [x for x in (left, right) if isinstance(x, int)]
     if len(numbers) == 2:
         bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()

@@ -24,9 +24,9 @@ class Group:
       problem: the prompt as text, with its answer.
       prompt: i32[n] token ids.
       completions: G completions.
-      texts: the completions as people read them, with marks around what an environment wrote.
+      texts: the completions as people read them (see `shown`), with marks around what an environment wrote.
       rewards: f32[G], the weighted sum of all parts, shaping terms included.
-      accuracy: f32[G], 1 where the answer is right, else 0.
+      accuracy: f32[G], 1 where the answer is right, else 0 (also where the verifier failed).
       behaviour_logprobs: G arrays f32[n], log π_old of every token; NaN where the trainer must compute log π_old. None
         if the present weights sampled the whole group; then the trainer computes log π_old of all tokens.
       failures: for each completion the kind of failure (as "timeout") of the verdict that decides accuracy, or None if
@@ -51,19 +51,19 @@ class Group:
 
     @property
     def judged(self) -> np.ndarray:
-        """bool[G]: whether the reward of a completion is known: `failed` is empty or None for the completion."""
+        """bool[G]: whether the reward of a completion is known: `failed` is empty, or has None for the completion."""
         return np.array([kind is None for kind in self.failed] or [True] * len(self.completions))
 
     @property
     def counted(self) -> np.ndarray:
-        """bool[G]: the `judged` completions. The update trains on them, and the baseline is the mean of their rewards.
-        If only one of several completions is judged, no other reward can be compared with its reward: all are False."""
+        """bool[G]: True for `judged` completions, on which the update trains; only their rewards enter the baseline. If
+        one of several completions alone is judged, its reward can be compared with no other: all are False."""
         judged = self.judged
         return judged & (judged.sum() > 1 or len(judged) == 1)
 
     @property
     def stored_logprobs(self) -> list[np.ndarray]:
-        """`behaviour_logprobs`: G arrays f32[n]. If the field is None, the arrays hold NaN for every token."""
+        """`behaviour_logprobs`; if the field is None, G arrays f64[n] that hold NaN for every token."""
         return self.behaviour_logprobs or [np.full(len(c.tokens), np.nan) for c in self.completions]
 
     @property
@@ -73,8 +73,9 @@ class Group:
         return bool(scores.size and scores.min() < scores.max())
 
     def rescored(self, members: np.ndarray, again: "Group") -> "Group":
-        """A copy in which completions have new scores: number members[i] those of completion i of the group `again`.
-        `members` is i64[n]; `again` has n completions. Both groups have all optional kinds of scores."""
+        """Returns a copy in which completion number members[i] has the scores of completion i of the group `again`.
+        `members` is i64[n], and `again` has n completions. In both groups `parts` and `unshaped` are arrays, and
+        `failures` and `failed` have an item for each completion."""
         scores: dict[str, Any] = {}
         for name in ("rewards", "accuracy", "parts", "unshaped", "failures", "failed"):
             own = getattr(self, name)
@@ -85,24 +86,24 @@ class Group:
 
 
 def unscored(problem: Problem, prompt: np.ndarray, completions: list[Completion]) -> Group:
-    """A group of completions without scores yet: rewards and accuracy are 0, and texts are ""."""
+    """Returns a group of completions that have no scores yet: rewards and accuracy are 0, and texts are ""."""
     zeros = np.zeros(len(completions), np.float32)
     return Group(problem, prompt, completions, [""] * len(completions), zeros, zeros)
 
 
 def encode_groups(groups: Sequence[Group]) -> str:
-    """Groups as compressed ASCII text, which `decode_groups` reads, for a checkpoint's record; "" for no groups."""
+    """Returns the groups as compressed ASCII text, which `decode_groups` reads, for a checkpoint; "" for no groups."""
     return base64.b64encode(zlib.compress(groups_to_bytes(groups), 1)).decode() if groups else ""
 
 
 def decode_groups(text: str) -> list[Group]:
-    """The groups in a text of `encode_groups`, equal to the bit; [] for ""."""
+    """Returns the groups in a text of `encode_groups`. All numbers are equal to the bit. Returns [] for ""."""
     return groups_from_bytes(zlib.decompress(base64.b64decode(text))) if text else []
 
 
 def groups_to_bytes(groups: Sequence[Group]) -> bytes:
-    """Groups as bytes, which `groups_from_bytes` reads; b"" for no groups. `behaviour_logprobs`, `parts`, `unshaped`,
-    and the completions' `experts` are None in all groups or in none."""
+    """Returns the groups as bytes, which `groups_from_bytes` reads; b"" for no groups. `behaviour_logprobs`, `parts`,
+    `unshaped`, and the completions' `experts` must each be None in all groups or in none."""
     if not groups:
         return b""
     completions = [c for g in groups for c in g.completions]
@@ -138,7 +139,7 @@ def groups_to_bytes(groups: Sequence[Group]) -> bytes:
 
 
 def groups_from_bytes(packed: bytes) -> list[Group]:
-    """The groups in bytes of `groups_to_bytes`, equal to the bit; [] for b"". It loads no pickled object."""
+    """Returns the groups in bytes of `groups_to_bytes`, all numbers equal to the bit; [] for b"". Unpickles nothing."""
     if not packed:
         return []
     with np.load(io.BytesIO(packed)) as arrays:
@@ -146,7 +147,7 @@ def groups_from_bytes(packed: bytes) -> list[Group]:
     texts = json.loads(a["texts"].tobytes())
 
     def split(name: str, lengths: str) -> list[Any]:
-        """An array for each completion or group; None for each if nothing was stored."""
+        """Returns an array of `name` for each of the `lengths`; None for each if nothing was stored."""
         cuts = np.cumsum(a[lengths])
         return np.split(a[name], cuts[:-1]) if len(a[name]) else [None] * len(cuts)
 
@@ -186,8 +187,8 @@ def groups_from_bytes(packed: bytes) -> list[Group]:
 
 
 def shown(completion: Completion, decode: Callable[[Sequence[int]], str]) -> str:
-    """A completion as text for people, without stop tokens. `decode` makes text of token ids. The lines <observation>
-    and </observation> enclose what an environment wrote."""
+    """Returns a completion as text for people, without stop tokens. `decode` makes text of token ids. The lines
+    <observation> and </observation> enclose what an environment wrote."""
     pieces, at = [], 0
     for first, end in () if completion.turns is None else completion.turns.spans:
         pieces += [decode(completion.tokens[at : first - 1].tolist()), _OPEN]
@@ -197,19 +198,19 @@ def shown(completion: Completion, decode: Callable[[Sequence[int]], str]) -> str
 
 
 def opening(problem: Problem) -> str:
-    """A problem's prompt as text for people: `prompt`, or the lines "role: content" of an environment's messages."""
+    """Returns a prompt as text for people: lines "role: content" of `problem.messages`, else `problem.prompt`."""
     messages = [f"{message['role']}: {message['content']}" for message in problem.messages]
     return "\n".join(messages) or problem.prompt
 
 
 def last_turn(completion: Completion, decode: Callable[[Sequence[int]], str]) -> str:
-    """The text of the policy's last turn, without the stop token, for verifiers. Without turns: all of the text.
-    `decode` makes text of token ids."""
+    """Returns the text of the policy's last turn, without the stop token, for verifiers. Without an environment this is
+    the whole completion. `decode` makes text of token ids."""
     spans = () if completion.turns is None else completion.turns.spans
     tokens = completion.tokens[spans[-1][1] if spans else 0 :]
     return decode((tokens if completion.finish_reason == "length" else tokens[:-1]).tolist())
 
 
 def last_shown(text: str) -> str:
-    """The last turn of a text that `shown` has made: what follows the last line </observation>, or all."""
+    """Returns the last turn of a text that `shown` made: what follows the last line </observation>, else all."""
     return text.rpartition(_CLOSE)[2]

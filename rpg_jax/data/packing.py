@@ -28,8 +28,8 @@ class RowShape(NamedTuple):
 
     Attributes:
       rows: B, rows of a micro-batch.
-      length: T, tokens of a row, prompts included.
-      completion_length: C, completion tokens of a row.
+      length: T, tokens of a row, prompts and padding included.
+      completion_length: C, the most completion tokens of a row.
       packed: several completions may share a row; else a row holds one completion.
       shared: a packed row holds a prompt once for all its completions there; else once for each completion.
     """
@@ -59,7 +59,8 @@ P = TypeVar("P", Group, Example)
 
 
 class Place(NamedTuple):
-    """The place of a completion: entries first … first + length − 1 of the completion axis C of row `row` of [B, C]."""
+    """The place of a completion: the entries first … first + length − 1 of row `row` of the arrays [B, C] of the
+    micro-batch with number `micro_batch`."""
 
     micro_batch: int
     row: int
@@ -76,8 +77,8 @@ class RolloutBatch(Generic[P]):
       batches: M micro-batches; the first mini-batch comes first.
       minibatch_sizes: micro-batches in each of the U mini-batches; they add up to M.
       places: for each group, the place of each completion.
-      trained: i32[P, G] as nested lists, number of tokens of each completion with mask 1: its sampled tokens, or 0.
-      sharding: the sharding of the micro-batches and of scattered arrays; None leaves the arrays on the host.
+      trained: for each group, the number of tokens with mask 1 of each completion: its sampled tokens, or 0.
+      sharding: the sharding of the micro-batches and of scattered arrays; None: the arrays are on the host.
     """
 
     groups: Sequence[P]
@@ -94,9 +95,9 @@ class RolloutBatch(Generic[P]):
         return [[next(rest) for _ in range(size)] for size in self.minibatch_sizes]
 
     def scatter(self, values: Sequence[Sequence[ArrayLike]] | np.ndarray) -> list[Any]:
-        """f32[B, C] for each of the M micro-batches: the values at the entries of the completions' tokens, else 0. The
-        arrays lie on the devices with `sharding`, or on the host. `values` has for each of the P groups G numbers (one
-        a completion) or G arrays f32[n] (one number a token)."""
+        """Returns f32[B, C] for each of the M micro-batches: the values at the entries of the completions' tokens, else
+        0. `sharding` places the arrays, as it places the micro-batches. `values` has for each of the P groups G numbers
+        (one for a completion) or G arrays f32[n] (one number for a token)."""
         out = [np.zeros(batch.rows.mask.shape, np.float32) for batch in self.batches]
         for places, own in zip(self.places, values, strict=True):
             for (m, row, first, n), value in zip(places, own, strict=True):
@@ -106,24 +107,24 @@ class RolloutBatch(Generic[P]):
     def gather(
         self, arrays: Sequence[np.ndarray | jax.Array], groups: Sequence[int] | None = None
     ) -> list[list[np.ndarray]]:
-        """Returns an array [n, …] of the values at its n tokens for each completion of each group, as `scatter` put it.
-        `arrays` are [B, C, …], one for each micro-batch, up to the last micro-batch that holds one of `groups`, the
-        numbers of the groups to gather; None gathers all. Every host must call this: it gathers device arrays."""
+        """Returns for each completion of each group the array [n, …] of the values at its n tokens: undoes `scatter`.
+        `groups` are the numbers of the groups to gather; None: all. `arrays` are [B, C, …], one for each micro-batch;
+        those after the last micro-batch that holds one of `groups` may be missing. Every host must call this."""
         own = [x if isinstance(x, np.ndarray) else hosts.gathered(x) for x in arrays]
         chosen = range(len(self.places)) if groups is None else groups
         return [[own[m][row, first : first + n] for m, row, first, n in self.places[p]] for p in chosen]
 
     def of_sampled(self, arrays: Sequence[np.ndarray | jax.Array]) -> list[list[np.ndarray]]:
-        """For each completion of each group the values [m, …] at the m tokens that the policy sampled. Tokens that an
-        environment wrote are left out. `arrays` are [B, C, …], one for each micro-batch. Every host must call this."""
+        """Returns for each completion of each group the values [m, …] at the m tokens that the policy sampled, without
+        tokens that an environment wrote. `arrays` are [B, C, …], one for each micro-batch. Every host must call it."""
         return [
             [x[completion.sampled] for x, completion in zip(own, group.completions, strict=True)]
             for own, group in zip(self.gather(arrays), self.groups, strict=True)
         ]
 
     def add(self, **columns: Sequence[jax.Array]) -> RolloutBatch[P]:
-        """A copy in which fields of the micro-batches (of `types.Batch`) have new values. The value of a keyword is a
-        list with an array f32[B, C] for each micro-batch."""
+        """Returns a copy in which fields of the micro-batches have new values. A keyword is the name of a field of
+        `types.Batch`, and its value is a list with an array f32[B, C] for each micro-batch."""
         rows = zip(*columns.values(), strict=True)
         batches = [
             dataclasses.replace(batch, **dict(zip(columns, arrays, strict=True)))
@@ -145,22 +146,22 @@ def pack(
 
     Every U-th group goes to the same mini-batch, so that a shortage of groups is spread over all U mini-batches. With
     `shape.packed` the longest completion of a mini-batch comes first, and each completion goes into the first row with
-    room. With `shape.shared` a whole group, a prompt with all its completions, goes into the first row with room.
-    Packing puts rows of similar length side by side. So every M-th row goes to the same micro-batch, and each
-    micro-batch gets long and short rows. The last rows of a micro-batch may hold no tokens.
+    room. With `shape.shared` too, a prompt with all its completions goes into the first row with room; if no row can
+    hold the group, it is split. Packing puts rows of similar length side by side. So every M-th row of a mini-batch
+    goes to the same one of its M micro-batches, which all get long and short rows. Their last rows may be padding.
 
     Tokens that an environment wrote are in the rows with mask 0. Completions that are not `counted` in their group are
     in the rows with mask 0, too.
 
     Args:
       groups: P prompts with their completions.
-      minibatches: U, the number of mini-batches; fewer if P is smaller.
-      pad_id: written to padding; no result depends on it.
+      minibatches: U, the number of mini-batches; there are only P if P is smaller.
+      pad_id: the token id of padding; no result depends on it.
       mask_truncated: do not train on completions that a limit of tokens or of turns ended (mask 0).
-      sharding: the sharding of the rows; None leaves numpy arrays on the host.
+      sharding: places the rows on devices; None leaves numpy arrays on the host.
 
     Raises:
-      ValueError: an empty prompt, a completion that does not fit a row, or a shape without rows.
+      ValueError: a prompt is empty, a prompt with one completion does not fit a row, or `shape.rows` is below 1.
     """
     if shape.rows < 1:
         raise ValueError(f"a micro-batch needs at least one row, got {shape.rows}")
@@ -187,8 +188,8 @@ def pack(
 
 
 def rows_needed(groups: Sequence[Packable], shape: RowShape) -> int:
-    """The number of rows that `pack` fills with `groups` as one mini-batch. Raises ValueError for an empty prompt, and
-    for a completion that with its prompt is longer than a row."""
+    """Returns the number of rows that `pack` fills with `groups` as one mini-batch. Raises ValueError for an empty
+    prompt, and for a completion that with its prompt is longer than a row."""
     return len(_shared_rows(groups, range(len(groups)), shape))
 
 
@@ -196,7 +197,7 @@ _Members = list[tuple[int, int]]  # (group, completion) of each completion of a 
 
 
 def _shared_rows(groups: Sequence[Packable], chosen: Sequence[int], shape: RowShape) -> list[_Members]:
-    """The completions of the chosen groups, row by row. Packed rows fill by first-fit decreasing; others have one."""
+    """Returns the completions of each row. `chosen` are numbers of groups. Without `shape.packed` a row has one."""
     members = [(p, g) for p in chosen for g in range(len(groups[p].completions))]
     sizes = {(p, g): len(groups[p].prompt) + len(groups[p].completions[g].tokens) for p, g in members}
     for (p, g), size in sizes.items():
@@ -216,7 +217,7 @@ def _shared_rows(groups: Sequence[Packable], chosen: Sequence[int], shape: RowSh
 
 
 def _first_fit(units: Sequence[_Members], groups: Sequence[Packable], length: int) -> list[_Members]:
-    """The completions by row, where a row holds a prompt once for all its completions. The longest unit comes first.
+    """Returns the completions of each row. A unit is completions that follow one prompt. The longest unit comes first.
     Each unit goes into the first row with room. A unit that no row can hold is split, longest completions first."""
     rows: list[_Members] = []
     room: list[int] = []
@@ -242,7 +243,7 @@ def _first_fit(units: Sequence[_Members], groups: Sequence[Packable], length: in
 def _filled(
     rows: Sequence[_Members], groups: Sequence[Packable], trained: Sequence[Sequence[int]], shape: RowShape, pad_id: int
 ) -> tuple[Batch, dict[tuple[int, int], tuple[int, int, int]]]:
-    """Returns (a micro-batch of numpy arrays; row, first entry and length of each of its completions)."""
+    """Returns (a micro-batch of numpy arrays; row, first entry and length by the (group, completion) in it)."""
     where = {}
     B, T, C = shape.rows, shape.length, shape.completion_length
     tokens, targets = np.full((B, T), pad_id, np.int32), np.full((B, C), pad_id, np.int32)
@@ -286,5 +287,5 @@ def _filled(
 
 
 def _placed(tree: Any, sharding: jax.sharding.Sharding | None) -> Any:
-    """The tree of host arrays on the devices with `sharding`; without a sharding the tree itself."""
+    """Returns the tree of host arrays, placed on devices by `sharding`; without a sharding the tree itself."""
     return tree if sharding is None else hosts.placed(tree, sharding)

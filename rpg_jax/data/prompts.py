@@ -20,7 +20,7 @@ class Problem:
     Attributes:
       prompt_id: stable index, below 2**31. The random numbers of a completion depend on the index, so the index must
         not depend on the order, the host or the number of problems asked for.
-      prompt: text of the user's turn; without a chat template, the text that the policy continues.
+      prompt: text of the user's turn.
       answer: reference answer, in the form that the verifier reads; empty for a row with a demonstration and no answer.
       source: name of the task or data set.
       samples: completions that evaluation samples: the number of rows with this problem, or the sum of their `samples`.
@@ -28,7 +28,7 @@ class Problem:
       question: the problem without any template around it, if this text is known; else the prompt.
       demonstrations: completions to imitate in supervised training.
       messages: the conversation that an environment opens with, in place of `system` and `prompt`. The first message
-        may have "tools" as well as role and content. Empty without an environment.
+        may have "tools" as well as role and content. Empty: the conversation opens with `system` and `prompt`.
     """
 
     prompt_id: int
@@ -62,7 +62,7 @@ class PromptStream:
     The order depends on (problems, seed) only, so all hosts have the same order and position.
 
     Args:
-      problems: N problems held in memory, or anything with `__len__` and `__getitem__`.
+      problems: N problems held in memory, or anything with `__len__` and `__getitem__`. `fingerprint` reads them all.
       seed: seed of the shuffle, in [0, 2**32).
 
     Raises ValueError if there are no problems.
@@ -82,15 +82,15 @@ class PromptStream:
         self._iterator = iter(self._dataset)
 
     def take(self, count: int) -> list[Problem]:
-        """Returns the next `count` problems, and moves the position. The last ones may be of the next epoch."""
+        """Returns the next `count` problems, and moves the position behind them. An epoch may end among them."""
         return [next(self._iterator) for _ in range(count)]
 
     def state(self) -> dict[str, Any]:
-        """The position in the stream, for `restore`: a dict that JSON can hold."""
+        """Returns the position in the stream, for `restore`, as a dict that JSON can hold."""
         return {"iterator": self._iterator.get_state(), **self._identity}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Moves to the position `state`, a result of the method `state`: the next problem is the first not yet taken.
+        """Moves to the position `state`, a result of the method `state`: `take` returns the problems that came next.
         Raises ValueError if the state belongs to other problems or another seed."""
         differing = {k: (state.get(k), v) for k, v in self._identity.items() if state.get(k) != v}
         if differing:
@@ -103,7 +103,7 @@ class PromptStream:
 
 
 def fingerprint(problems: Sequence[Problem]) -> int:
-    """CRC-32 of the problems' prompt_id, system, prompt, answer and messages, in the problems' order."""
+    """Returns a CRC-32 of each problem's prompt_id, system, prompt, answer and messages. The order counts."""
     checksum = 0
     for p in problems:
         opening = (p.messages,) if p.messages else ()
@@ -128,8 +128,8 @@ TEMPLATES = {
 
 
 def apply_template(template: str, question: str) -> str:
-    """The text of a template with the question in the place of {question}. `template` is a name in `TEMPLATES`, or a
-    text. Raises ValueError if the text has not exactly one {question}."""
+    """Returns a template's text with the question in the place of {question}. `template` is a name in `TEMPLATES`, or
+    a text. Raises ValueError if the text has not exactly one {question}."""
     text = TEMPLATES.get(template, template)
     if text.count("{question}") != 1:
         raise ValueError(
@@ -140,16 +140,16 @@ def apply_template(template: str, question: str) -> str:
 
 
 def strip_template(prompt: str) -> str:
-    """The question of a prompt that has the paper's template. A prompt without the template is returned unchanged."""
+    """Returns the question of a prompt in the paper's template. A prompt without the template is returned unchanged."""
     if prompt.startswith(_PAPER_BEFORE) and prompt.endswith(_PAPER_AFTER):
         return prompt[len(_PAPER_BEFORE) : -len(_PAPER_AFTER)]
     return prompt
 
 
 def rendered(problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True) -> str:
-    """The text that the policy continues: the problem's messages in the tokenizer's chat template. `thinking` is
-    Qwen3's `enable_thinking`, which other templates ignore. Without a chat template: the messages' texts, with a blank
-    line between them. Raises ValueError if the template refuses the messages."""
+    """Returns the text that the policy continues: the problem's messages in the tokenizer's chat template, up to where
+    the answer begins. `thinking` is Qwen3's `enable_thinking`, which other templates ignore. Without a chat template:
+    the messages' contents, with a blank line between them. Raises ValueError if the template fails on the messages."""
     messages = problem.opening
     if tokenizer.chat is None:
         return "\n\n".join(message["content"] for message in messages)
@@ -159,8 +159,8 @@ def rendered(problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True) -
 def encode_prompt(
     problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True, limit: int | None = None
 ) -> np.ndarray:
-    """The token ids i32[n] of the text that the policy continues; of more than `limit` ids the last `limit`. `thinking`
-    is Qwen3's `enable_thinking`. Raises ValueError if the chat template refuses the messages."""
+    """Returns the token ids i32[n] of the text that `rendered` returns. If there are more than `limit` >= 1, only the
+    last `limit` are returned (None: all). Raises ValueError as `rendered` does."""
     ids = np.asarray(tokenizer.encode(rendered(problem, tokenizer, thinking=thinking)), np.int32)
     return ids if limit is None else ids[-limit:]
 
@@ -168,8 +168,8 @@ def encode_prompt(
 def filter_length(
     problems: Iterable[Problem], tokenizer: Tokenizer, max_tokens: int, *, thinking: bool
 ) -> tuple[list[Problem], list[Problem]]:
-    """(problems whose prompts have at most `max_tokens` tokens, problems with longer prompts), both in order.
-    `thinking` is Qwen3's `enable_thinking`. Raises ValueError if two problems share a `prompt_id`."""
+    """Returns (problems whose prompts, as `encode_prompt` encodes them, have at most `max_tokens` tokens; problems with
+    longer prompts), both in order. Raises ValueError if two problems share a `prompt_id`, and as `rendered` does."""
     fitting: list[Problem] = []
     longer: list[Problem] = []
     known: set[int] = set()

@@ -15,7 +15,7 @@ DEMONSTRATION_KEYS = ("demonstration", "completion")
 
 
 class BadRow(Exception):
-    """A row that cannot be used. The message is the reason; the reader puts "file, row n: " before it."""
+    """A row cannot be used. The message is the reason, without the place of the row, which `sources.load` adds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Reading:
     """How rows are read.
 
     Attributes:
-      template: prompt template, by its name in `prompts.TEMPLATES` or as a text with {question}. None keeps the data's
-        own prompts, and puts questions without a prompt into the paper's template.
+      template: prompt template, by its name in `prompts.TEMPLATES` or as a text with {question}. None keeps the prompts
+        of official rows and of `messages`, and puts other questions into the paper's template.
       source: the problems' source; None takes the row's "source" or "data_source", else "unnamed" (an official row must
         have "data_source").
-      shape: reads (question, answer) from a row; None means the official schema or the usual key names.
+      shape: reads (question, answer) from a row; None: the row has one of the three forms that `read_row` describes.
     """
 
     template: str | None = None
@@ -37,14 +37,15 @@ class Reading:
 
 @dataclasses.dataclass
 class Report:
-    """Counts of the rows of a source.
+    """Counts of the rows of one or several sources.
 
     Attributes:
-      rows: rows read.
+      rows: rows read, bad rows included.
       repeated: rows that repeated an earlier problem; each row adds its samples to the problem's `samples`.
-      bad: "file, row n: reason" for each row that could not be used.
+      bad: "PLACE: REASON" for each row that could not be used; a place is for example "FILE, row 3".
       taken: (meaning, column) -> number of rows in which the column was read so, e.g. ("answer", "solution").
-      ignored: column -> number of rows in which the column has a value and was not read.
+      ignored: column -> number of rows in which the column has a value and was not read. Rows that `read_row` refuses
+        are not counted, here and in `taken`.
     """
 
     rows: int = 0
@@ -55,8 +56,8 @@ class Report:
 
 
 class Row(Mapping[str, Any]):
-    """A row of a data set as a mapping that notes which of its columns were read: `looked_at` are all of them, and
-    `taken` has the column by its meaning: "question", "answer", "source", "demonstration"."""
+    """A row of a data set as a mapping that notes which of its columns were read: `looked_at` has the names of all that
+    were, and `taken` the column of a meaning: "question", "answer", "source", "demonstration"."""
 
     def __init__(self, row: Mapping[str, Any]):
         self._row, self.looked_at, self.taken = row, set[str](), dict[str, str]()
@@ -73,7 +74,7 @@ class Row(Mapping[str, Any]):
         return len(self._row)
 
     def first(self, meaning: str, keys: tuple[str, ...]) -> str | None:
-        """The first of `keys` whose value is not None, noted in `taken` under `meaning`; None if there is none."""
+        """Returns the first of `keys` whose value is not None, and notes it in `taken` under `meaning`; else None."""
         for key in keys:
             if self.get(key) is not None:
                 self.taken[meaning] = key
@@ -81,23 +82,23 @@ class Row(Mapping[str, Any]):
         return None
 
     def note(self, report: Report) -> None:
-        """Adds the columns read to `report.taken`, and the others that have a value to `report.ignored`."""
+        """Adds `taken` to `report.taken`, and the columns with a value that was not looked at to `report.ignored`."""
         report.taken.update(self.taken.items())
         report.ignored.update(str(k) for k, v in self._row.items() if k not in self.looked_at and v is not None)
 
 
 def read_row(row: Any, reading: Reading, prompt_id: int, report: Report) -> Problem:
-    """Returns the problem in a row, with the number `prompt_id`.
+    """Returns the problem in a row, with the number `prompt_id`. `report` counts the row's columns.
 
-    Without `reading.shape` a row has the official schema, {data_source, prompt: [{role, content}], ability,
-    reward_model: {ground_truth, style}, extra_info: {index, raw_problem, split}}; or `messages`, one turn of the user
-    and one turn of the assistant, a demonstration; or a question under one of `QUESTION_KEYS` and an answer under one
-    of `ANSWER_KEYS`. Any row may have a demonstration under one of `DEMONSTRATION_KEYS`; then the answer is optional.
+    Without `reading.shape` a row has one of three forms. The official schema: {data_source, prompt: [{role, content}],
+    ability, reward_model: {ground_truth, style}, extra_info: {index, raw_problem, split, samples}}. `messages` are one
+    turn of the user and one of the assistant, a demonstration, after a system turn or none. Other rows have a question
+    under one of `QUESTION_KEYS` and an answer under one of `ANSWER_KEYS`; they and `messages` may have `samples`. All
+    but `messages` may have a demonstration under one of `DEMONSTRATION_KEYS`. With a demonstration the answer may be
+    empty; outside the official schema, and without `reading.shape`, it may be missing.
 
-    Args:
-      report: counts the columns that were read, and the other columns.
-
-    Raises BadRow if a key is missing, a type is wrong, or the prompt or the answer is empty.
+    Raises BadRow if a key is missing, a type is wrong, `samples` is below 1, the question, the prompt or the answer is
+    empty, or a text has a lone surrogate; ValueError if `reading.template` is unknown.
     """
     if not isinstance(row, Mapping):
         raise BadRow(f"expected an object, got {type(row).__name__}")
@@ -124,8 +125,8 @@ def _read(row: Row, reading: Reading, prompt_id: int) -> Problem:
 
 
 def official_row(problem: Problem, index: int) -> dict[str, Any]:
-    """The problem as a row of the official schema, which `read_row` describes, and its demonstrations (or None).
-    `index` is a number for `extra_info`, which also gets the problem's `samples`."""
+    """Returns the problem as a row of the official schema, which `read_row` describes, with its demonstrations under
+    "demonstration" (or None). `index` goes into `extra_info`. The row does not hold `prompt_id` and `messages`."""
     system = [{"role": "system", "content": problem.system}] if problem.system else []
     return {
         "data_source": problem.source,
@@ -138,7 +139,7 @@ def official_row(problem: Problem, index: int) -> dict[str, Any]:
 
 
 def _conversation(row: Row, reading: Reading, prompt_id: int) -> Problem:
-    """Reads a row of `messages`, the form of supervised data sets. The prompt changes only if a template is set."""
+    """Reads a row of `messages`, the form of supervised data sets. Only a template in `reading` changes the prompt."""
     messages = _turns(row["messages"], "messages")
     roles = [m["role"] for m in messages]
     if roles not in (["user", "assistant"], ["system", "user", "assistant"]):
@@ -153,7 +154,7 @@ def _conversation(row: Row, reading: Reading, prompt_id: int) -> Problem:
 
 
 def _turns(messages: Any, name: str) -> list[Mapping[str, str]]:
-    """Turns of a conversation, each with a role and a text."""
+    """Returns `messages`, the turns under the key `name`. Raises BadRow unless each has a role and a text."""
     if not isinstance(messages, list) or not messages or not all(isinstance(m, Mapping) for m in messages):
         raise BadRow(f"{name!r} must be a list of {{role, content}}, got {type(messages).__name__}")
     if any(not isinstance(m.get(key), str) for m in messages for key in ("role", "content")):
@@ -162,7 +163,8 @@ def _turns(messages: Any, name: str) -> list[Mapping[str, str]]:
 
 
 def _demonstrations(row: Row) -> tuple[str, ...]:
-    """The demonstrations under the first of `DEMONSTRATION_KEYS` with a value: texts, or an assistant's turn. Or ()."""
+    """Returns the demonstrations under the first of `DEMONSTRATION_KEYS` with a value, else (). The value is a text, a
+    list of texts, or a list of one turn, the assistant's. Raises BadRow for another value and an empty text."""
     key = row.first("demonstration", DEMONSTRATION_KEYS)
     if key is None:
         return ()
@@ -227,8 +229,8 @@ def _problem(prompt_id: int, prompt, answer, source, samples, system, question, 
 
 
 def first_text(row: Row, meaning: str, keys: tuple[str, ...]) -> str:
-    """The text under the first of `keys` whose value is not None; a number becomes text. Notes the key in `row.taken`
-    under `meaning`. Raises BadRow if there is no such key, or the value is no text."""
+    """Returns the text under the first of `keys` whose value is not None, and notes the key in `row.taken` under
+    `meaning`. Raises BadRow if there is no such key, and as `text_of` does, which also turns numbers into text."""
     key = row.first(meaning, keys)
     if key is None:
         raise BadRow(f"none of {list(keys)} in {sorted(map(str, row))[:12]}. Rename the {meaning} column {keys[0]!r}")
@@ -236,8 +238,8 @@ def first_text(row: Row, meaning: str, keys: tuple[str, ...]) -> str:
 
 
 def text_of(row: Mapping[str, Any], key: str) -> str:
-    """The text under `key`; a number as text, as answers in JSON often are numbers, and 7.0 as "7". Raises BadRow if
-    the key is missing or None, or the value is another type, NaN or infinite."""
+    """Returns the text under `key`. A number becomes text, as answers in JSON often are numbers, and 7.0 becomes "7".
+    Raises BadRow if the key is missing, or the value is None, of another type, NaN or infinite."""
     if row.get(key) is None:
         raise BadRow(f"missing key {key!r}; it has {sorted(map(str, row))[:12]}")
     value = row[key]
@@ -249,14 +251,14 @@ def text_of(row: Mapping[str, Any], key: str) -> str:
 
 
 def whole_number_shape(row: Row) -> tuple[str, str]:
-    """(question, answer) under `QUESTION_KEYS` and `ANSWER_KEYS`. The answer "7.0" becomes "7", as verifiers expect.
-    Raises BadRow if one is missing."""
+    """Returns (question, answer) under `QUESTION_KEYS` and `ANSWER_KEYS`. The answer "7.0" becomes "7", as verifiers
+    expect. Raises BadRow if one is missing or no text."""
     question, answer = first_text(row, "question", QUESTION_KEYS), first_text(row, "answer", ANSWER_KEYS)
     return question, answer.strip().removesuffix(".0")
 
 
 def gsm8k_shape(row: Mapping[str, Any]) -> tuple[str, str]:
-    """("question", the number after "####" in "answer", without commas). Raises BadRow if one is missing."""
+    """Returns (text of "question", text after the last "####" of "answer", no commas). Raises BadRow without one."""
     answer = text_of(row, "answer")
     if "####" not in answer:
         raise BadRow("answer without '####'")
@@ -264,7 +266,7 @@ def gsm8k_shape(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def olympiad_shape(row: Mapping[str, Any]) -> tuple[str, str]:
-    """("question", the texts of the list "final_answer", joined by ", "). Raises BadRow if one is missing."""
+    """Returns (text of "question", texts of the list "final_answer" joined by ", "). Raises BadRow without either."""
     answers = row.get("final_answer")
     if not isinstance(answers, list) or not answers or not all(isinstance(a, str) for a in answers):
         raise BadRow("'final_answer' must be a list of texts")
@@ -272,7 +274,8 @@ def olympiad_shape(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def countdown_shape(row: Mapping[str, Any]) -> tuple[str, str]:
-    """(question in words, JSON {"numbers", "target"}) of the row's "nums" and "target". Raises BadRow without them."""
+    """Returns (question in words, JSON {"numbers", "target"}) of the row's "nums" and "target", whole numbers. Raises
+    BadRow without them."""
     numbers, target = row.get("nums"), row.get("target")
     if not isinstance(numbers, list) or not all(isinstance(n, int) for n in numbers) or not isinstance(target, int):
         raise BadRow("'nums' must be whole numbers and 'target' one")

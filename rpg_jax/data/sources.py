@@ -72,19 +72,18 @@ def load(
     """Returns (the distinct problems of one or several sources, numbered in the order read; a report on the rows).
 
     A source is the path of a .parquet, .jsonl or .json file, or of a folder of .parquet or .jsonl files; a name in
-    `HUB`; any hub data set as "hf:owner/name/config/split"; "reasoning_gym:task". A row with the prompt of an earlier
-    row adds its samples and demonstrations to the earlier problem; with another answer it is bad.
+    `HUB`; any hub data set as "hf:owner/name/config/split"; "reasoning_gym:task". A row with the prompt and the system
+    turn of an earlier row adds its samples and demonstrations to the earlier problem; with another answer it is bad.
 
     Args:
-      sources: one or more sources.
       bad_rows: "fatal" raises if a row is bad; "skip" leaves bad rows out, and the report names them.
       template: name of a prompt template in `prompts.TEMPLATES`, or a text with {question}; None: the source's own.
-      source: replaces the rows' `data_source`, which decides the verifier under the reward "by_source"; None keeps it.
+      source: replaces `Problem.source`, which decides the verifier under the reward "by_source"; None keeps it.
       count, seed: the number of problems and the seed of a procedural generator.
 
     Raises:
-      ValueError: a source is unknown, a file is empty or cannot be read, there is no network, or no row is usable; with
-        "fatal", also if a row is bad.
+      ValueError: a source or template is unknown, a file is empty or damaged, a download or a generator fails, or no
+        row is usable; with "fatal", also if a row is bad.
     """
     report = Report()
     merged: dict[tuple[str, str], Problem] = {}
@@ -127,7 +126,7 @@ Rows = Iterator[tuple[str, Any]]
 def open_source(name: str, *, count: int, seed: int) -> tuple[Reading, Rows]:
     """Returns (how to read the rows, the rows as (place, row)). A row that does not parse is a `BadRow`, not raised.
     `name` is a path, a name in `HUB`, "hf:owner/name/config/split" or "reasoning_gym:task"; `count` and `seed` are for
-    the last. Raises ValueError for another name. Files and the hub are read, and their errors raised, with the rows."""
+    the last. Raises ValueError for another name. The iteration over the rows reads them, and raises other errors."""
     path = Path(name)
     if path.exists():
         return Reading(), _files(path)
@@ -148,8 +147,9 @@ def open_source(name: str, *, count: int, seed: int) -> tuple[Reading, Rows]:
 
 
 def file_rows(path: Path) -> list[Any]:
-    """The unchanged rows of a .parquet, .jsonl or .json file, or of the .parquet and .jsonl files in a folder, by name.
-    Raises ValueError for an empty or damaged file and a row that does not parse, FileNotFoundError without a file."""
+    """Returns the unchanged rows of a .parquet, .jsonl or .json file, or of a folder's .parquet and .jsonl files in the
+    order of their names. Raises ValueError for another suffix, an empty or damaged file, a folder without such files
+    and a row that does not parse; FileNotFoundError if `path` does not exist."""
     found = list(_files(path))
     if bad := [f"{where}: {row}" for where, row in found if isinstance(row, BadRow)]:
         raise ValueError(bad[0])
@@ -186,7 +186,7 @@ def _parquet(file: Path) -> Rows:
 
 
 def _jsonl(file: Path) -> Rows:
-    """Reads one JSON object per line, counted from 1, or a file that is one JSON array."""
+    """Yields the JSON of each line, counted from 1, or the entries of a file that is one JSON array."""
     with file.open("rb") as lines:
         first = lines.read(2)
         if first in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # `json` guesses the encoding of each line by itself
@@ -219,8 +219,7 @@ def _hub(data: HubDataset) -> Rows:
     Raises ValueError if the download fails, or the data set has no such config and split."""
     import huggingface_hub
 
-    # Its warnings tell of retries. The error itself is raised below.
-    huggingface_hub.logging.set_verbosity(huggingface_hub.logging.CRITICAL)
+    huggingface_hub.logging.set_verbosity(huggingface_hub.logging.CRITICAL)  # it warns of retries
     what = f"{data.repository} ({data.config}, {data.split})"
     branch: dict[str, Any] = {"repo_id": data.repository, "repo_type": "dataset", "revision": "refs/convert/parquet"}
     try:
@@ -241,7 +240,8 @@ def _hub(data: HubDataset) -> Rows:
 
 
 def _reasoning_gym(task: str, count: int, seed: int) -> Rows:
-    """Questions and answers of a generator. Its scorers are not used, because some execute what the model wrote."""
+    """Yields questions and answers of a generator, not its scorers, as some execute what the model wrote. Raises
+    ValueError if the library is not installed or the task is unknown."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -276,8 +276,8 @@ SHARED_WORDS = 13
 
 def decontaminate(problems: Iterable[Problem], evaluation: Iterable[Problem]) -> tuple[list[Problem], list[Problem]]:
     """Returns (problems to keep, problems to remove), both in order. A problem to remove shares 13 words in a row with
-    a problem of `evaluation`, or has fewer words and all the same. Questions are compared without prompt templates, as
-    lower-case words and numbers."""
+    a problem of `evaluation`, or both have the same words, fewer than 13. Questions are compared without prompt
+    templates, as lower-case words and numbers."""
     known = {gram for problem in evaluation for gram in _grams(problem.question)}
     kept: list[Problem] = []
     removed: list[Problem] = []
@@ -287,8 +287,8 @@ def decontaminate(problems: Iterable[Problem], evaluation: Iterable[Problem]) ->
 
 
 def write_parquet(problems: Sequence[Problem], path: str | os.PathLike[str]) -> None:
-    """Writes a parquet file with one row per problem in the official schema, `SCHEMA`; `extra_info` has its samples.
-    Makes the folder. The file appears complete or not at all. Raises ValueError if there is no problem."""
+    """Writes a parquet file with one row per problem, as `official_row` makes it. Makes the folder, and replaces an old
+    file. The new file appears complete or not at all. Raises ValueError if there is no problem."""
     if not problems:
         raise ValueError(f"nothing to write to {path}: every problem was removed")
     path = Path(path)

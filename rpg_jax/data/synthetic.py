@@ -27,15 +27,15 @@ _DRAWN = 100_000
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-    """The task a<op>b=, e.g. prompt "12+34=" with answer "46".
+    """The task a<op>b=, e.g. prompt "12+34=" with answer "46". Raises ValueError for attributes out of their range.
 
     Attributes:
-      operators: any of "+-*".
-      digits: operands are whole numbers below 10**digits.
+      operators: one or more of "+-*".
+      digits: operands are whole numbers below 10**digits; from 1 to 9.
       reverse: write the answer's last digit first ("64" for 46, "5-" for -5). Carries are known in this order, so a
         small transformer learns it much faster.
-      held_out: fraction of operand pairs kept for evaluation. The split hashes the unordered pair, so training has no
-        operation on a held-out pair: neither a+b nor b+a nor another operator.
+      held_out: fraction of operand pairs kept for evaluation, in [0, 1). The split hashes the unordered pair, so
+        training has no operation on a held-out pair: neither a+b nor b+a nor another operator.
       seed: seed of the split.
     """
 
@@ -56,9 +56,9 @@ class Arithmetic:
     def problems(
         self, split: Literal["train", "held_out"], count: int | None = None, *, seed: int = 0
     ) -> list[Problem]:
-        """Distinct problems of a split in an order drawn from `seed`, with distinct prompt ids. Without `count` it
-        returns all problems if there are at most 4,000,000. Otherwise it draws 100,000, and returns those of the split.
-        Raises ValueError if the split is unknown, or has fewer than `count` problems (without `count`: none)."""
+        """Returns `count` problems of a split in an order drawn from `seed`, no problem and no prompt id twice. Without
+        `count`: all problems of the split if the task has at most 4,000,000; else those among 100,000 that it draws.
+        Raises ValueError if the split is unknown, has fewer than `count` problems, or none, or if `count` is 0."""
         if split not in ("train", "held_out"):
             raise ValueError(f"split must be 'train' or 'held_out', got {split!r}")
         space = len(self.operators) * 10 ** (2 * self.digits)
@@ -76,7 +76,7 @@ class Arithmetic:
         return [self._problem(*each) for each in zip(chosen.tolist(), ids, strict=True)]
 
     def belongs(self, problem: Problem, name: str) -> bool:
-        """Whether a held-out problem belongs to the set `name`. "held out" has all problems, "carry" the sums and
+        """Tells whether a held-out problem belongs to the set `name`. "held out" has all problems, "carry" the sums and
         differences that carry or borrow at least `digits` - 1 times, "negative" the differences below zero. Raises
         ValueError for another name, or another task's problem."""
         if name not in SETS:
@@ -90,11 +90,11 @@ class Arithmetic:
         return name == "held out" or (operator != "*" and _carries(a, operator, b) >= self.digits - 1)
 
     def examples(self, problems: Iterable[Problem]) -> list[tuple[str, str]]:
-        """(prompt, answer) of each problem, for the supervised warm start. There is no stop token."""
+        """Returns (prompt, answer) of each problem, for the supervised warm start. There is no stop token."""
         return [(problem.prompt, problem.answer) for problem in problems]
 
     def texts(self) -> Iterator[str]:
-        """One text with every character that prompts and answers can have, for training a tokenizer."""
+        """Yields one text with every character that prompts and answers can have, for training a tokenizer."""
         yield "0123456789=" + self.operators + "-"
 
     def _operands(self, code):
@@ -118,8 +118,8 @@ class Arithmetic:
         )
 
     def _prompt_ids(self, codes: np.ndarray) -> np.ndarray:
-        """i64, the id of each code; it does not depend on the task's other operators. Ids are distinct up to four
-        digits. With more digits, two problems share an id with probability 2**-31."""
+        """Returns i64, the id of each code; it does not depend on the task's other operators. Ids are distinct up to
+        four digits. With more digits, two problems share an id with probability 2**-31."""
         index, pairs = divmod(codes, 10 ** (2 * self.digits))
         known = np.array([OPERATORS.index(operator) for operator in self.operators])
         return (known[index] * 10 ** (2 * self.digits) + pairs) % (2**31 - 1)
@@ -132,22 +132,22 @@ class Chains:
     A completion writes each operation with its value, then `ANSWER_MARK` and the answer: "k+54l-31m*44#4". Names are
     successive letters from a random one on, and "a" follows "z". The verifier reads the answer alone.
 
-    A simulated pupil writes the demonstrations of a warm start. The pupil has a belief about each of the 49 facts of an
-    operator: the wrong value with probability u⁶, u uniform per fact, else the right value. So the pupil gets 82 % of
-    operations and 39 % of chains right, and is more often wrong than right on a seventh of the facts. Sometimes the
-    pupil checks a value: the operation is worked out once more, and the last value counts ("k+50?4"). Sometimes the
-    pupil leaves a line out.
+    A simulated pupil writes the demonstrations of a warm start. Each time the pupil works out one of the 49 facts of an
+    operator, the value is wrong with probability u⁶, u uniform per fact; the wrong value is always the same. With the
+    default attributes the pupil gets 82 % of operations and 39 % of chains right, and is more often wrong than right on
+    a seventh of the facts. Sometimes the pupil checks a value: the operation is worked out once more, and the last
+    value counts ("k+50?4"). Sometimes the pupil leaves a line out.
 
     A quarter of the demonstrations show the old skill, which RL does not train: numbers without a modulus ("old:6*5" to
-    "#30"), never wrong.
+    "#30"), never wrong. Raises ValueError if `operators`, `links` or `held_out` is out of its range.
 
     Attributes:
-      operators: any of "+-*".
-      links: the fewest and the most operations of a training problem. Harder problems have one or two more.
+      operators: one or more of "+-*".
+      links: the fewest (at least 2) and the most (at most 24) operations of a training problem.
       checked: probability that the pupil checks a value, and that the pupil then checks the value again.
       skipped: probability that the pupil leaves out a line; the last line is never left out.
-      held_out: share of prompts that is kept for evaluation, by a hash.
-      seed: seed of the hash and of the beliefs.
+      held_out: share of prompts that is kept for evaluation, by a hash; in (0, 1).
+      seed: seed of the hash, of the pupil's mistakes and of the demonstrations.
     """
 
     operators: str = OPERATORS
@@ -166,11 +166,11 @@ class Chains:
             raise ValueError(f"held_out must be in (0, 1), got {self.held_out}")
 
     def problems(self, name: str, count: int, *, seed: int = 0) -> list[Problem]:
-        """`count` distinct problems of a set, drawn from `seed`. A larger `count` only adds problems to the end. The
-        sets: "train"; "held out", chains of the same lengths; "harder", chains with one or two operations more than the
-        longest; "old skill", which has only 49 problems for each operator, so it may return fewer. No chain of a
-        held-out set is in "train", whatever the argument `seed` is. Raises ValueError if the name is unknown, `count`
-        is above 100,000, or there are not so many chains."""
+        """Returns `count` distinct problems of the set `name`, drawn from `seed`. A larger `count` adds problems to the
+        end. The sets: "train"; "held out", chains of the same lengths; "harder", chains with one or two operations
+        more than the longest; "old skill", which has only 49 problems for each operator and returns at most these. No
+        chain of another set is in "train", whatever the argument `seed` is. Raises ValueError if the name is unknown,
+        `count` is above 100,000, or there are not so many chains."""
         if name not in ("train", *CHAIN_SETS):
             raise ValueError(f"chains have the sets train, {', '.join(CHAIN_SETS)}; got {name!r}")
         if count > 100_000:
@@ -188,8 +188,8 @@ class Chains:
         return [Problem(number, prompt, solve(prompt), "chains") for number, prompt in found.items()]
 
     def examples(self, problems: Iterable[Problem]) -> list[tuple[str, str]]:
-        """(prompt, the pupil's completion without a stop token) for each problem, the same at each call. In a quarter
-        of the pairs a prompt of the old skill stands in place of the problem's prompt."""
+        """Returns (prompt, the pupil's completion without a stop token) for each problem, the same at each call. In a
+        quarter of the pairs a prompt of the old skill stands in place of the problem's prompt."""
         pairs = []
         for problem in problems:
             random = np.random.default_rng([self.seed, problem.prompt_id])
@@ -201,11 +201,11 @@ class Chains:
         return pairs
 
     def texts(self) -> Iterator[str]:
-        """One text with every character that prompts and completions can have, for training a tokenizer."""
+        """Yields one text with every character that prompts and completions can have, for training a tokenizer."""
         yield "0123456789-" + self.operators + _LETTERS + OLD + CHECK + ANSWER_MARK
 
     def _chains(self, name: str, random: np.random.Generator) -> Iterator[str]:
-        """Endless prompts with the lengths of the set `name`."""
+        """Yields prompts without end, of the lengths of the set `name`. Prompts may repeat."""
         fewest, most = (self.links[1] + 1, self.links[1] + 2) if name == "harder" else self.links
         while True:
             links, first = int(random.integers(fewest, most + 1)), int(random.integers(len(_LETTERS)))
@@ -242,13 +242,13 @@ class Chains:
 
     @functools.cached_property
     def _beliefs(self) -> tuple[np.ndarray, np.ndarray]:
-        """[operator, a, b]: the probability that the pupil is wrong, and the mistake that a wrong pupil adds."""
+        """Two arrays [operator, a, b]: the probability that the pupil is wrong, and what a wrong pupil adds."""
         random, shape = np.random.default_rng(self.seed), (len(OPERATORS), MODULUS, MODULUS)
         return random.random(shape) ** 6, random.integers(1, MODULUS, size=shape)
 
 
 def solve(prompt: str) -> str:
-    """The right answer to a prompt of `Chains`, "k+5l-3m*4:6" or "old:6*5". Raises ValueError for another text."""
+    """Returns the right answer to a prompt of `Chains`, "k+5l-3m*4:6" or "old:6*5". Raises ValueError otherwise."""
     if old := re.fullmatch(rf"{OLD}(\d)([-+*])(\d)", prompt):
         return str(_value(int(old[1]), old[2], int(old[3])))
     operations, value = _parse_chain(prompt)
@@ -258,7 +258,7 @@ def solve(prompt: str) -> str:
 
 
 def _parse_chain(prompt: str) -> tuple[list[tuple[str, str, str]], int]:
-    """The operations (letter, operator, digit) of a chain, and the number that the first operation is applied to."""
+    """Returns the operations (letter, operator, digit) of a chain, and the number that the first is applied to."""
     if not re.fullmatch(r"([a-z][-+*]\d)+:\d", prompt):
         raise ValueError(f"not a prompt of chains: {prompt!r}; expected e.g. 'k+5l-3m*4:7' or '{OLD}7*5'")
     return re.findall(r"([a-z])([-+*])(\d)", prompt), int(prompt[-1])
@@ -269,7 +269,7 @@ def _value(a: int, operator: str, b: int) -> int:
 
 
 def _carries(a: int, operator: str, b: int) -> int:
-    """The number of columns that carry in a + b or borrow in |a − b|."""
+    """Returns the number of columns that carry in a + b or borrow in |a − b|. `operator` is "+" or "-"."""
     if operator == "-" and a < b:
         a, b = b, a
     count = carry = 0

@@ -38,11 +38,11 @@ class Codec(Protocol):
     """Turns text into token ids and back."""
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text. No special tokens are added."""
+        """Returns the token ids of a text. No special tokens are added."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens."""
+        """Returns the text of token ids, without special tokens."""
         ...
 
 
@@ -62,7 +62,7 @@ class Tokenizer(Codec, Protocol):
       pad_id: the padding of rows; may be `eos_id`.
       eos_id: the first of `stop_token_ids`.
       bos_id: the token at the beginning of a text; None if there is none. `encode` never adds it.
-      stop_token_ids: each of them ends a completion, which keeps it.
+      stop_token_ids: each of them ends a completion, and remains its last token.
       chat: the chat template; None if the tokenizer has none.
     """
 
@@ -74,15 +74,15 @@ class Tokenizer(Codec, Protocol):
     chat: ChatTemplate | None
 
     def name(self, token: int) -> str:
-        """The text of a token, also of a special token such as "<|im_end|>"."""
+        """Returns the text of a token, also of a special token such as "<|im_end|>"."""
         ...
 
     def unknown(self, text: str) -> str:
-        """The distinct characters of `text` that have no token, in the order of the text; "" if all have one."""
+        """Returns the distinct characters of `text` that have no token, in order; "" if all have one."""
         ...
 
     def digest(self) -> str:
-        """A SHA-256 in hex of all that encoding, decoding, stop tokens and the chat template depend on."""
+        """Returns a SHA-256 in hex of all that encoding, decoding, stop tokens and the chat template depend on."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -92,7 +92,7 @@ class Tokenizer(Codec, Protocol):
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Loads the tokenizer in a folder or file: tokenizer.json if there is one, else a SentencePiece *.model. Raises
-    ValueError if there is neither file, or the file is damaged or names no stop token."""
+    ValueError if there is neither file, and as `HuggingFaceTokenizer` and `SentencePieceTokenizer` do."""
     path = Path(path)
     for file in (path, path / "tokenizer.json", path / "tokenizer.model", *sorted(path.glob("*.model"))):
         if file.is_file() and file.name.endswith(".json"):
@@ -106,7 +106,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 def train_sentencepiece(texts: Iterable[str], path: str | os.PathLike[str]) -> SentencePieceTokenizer:
     """Trains a SentencePiece model whose pieces are single characters, writes it to the file `path` and loads it. Ids 0
     to 3 are padding, end of text, beginning of text and unknown; the line break and the characters of `texts` follow.
-    The same texts give the same bytes on every machine. Raises ValueError if there is no character."""
+    The same texts give the same bytes on every machine. Raises ValueError if `texts` have nothing but line breaks."""
     texts = list(texts)
     characters = set("".join(texts)) - {"\n"}
     needed = len(characters) + 4 + 1  # four special pieces, and the line break, which SentencePiece reserves
@@ -138,8 +138,8 @@ def train_sentencepiece(texts: Iterable[str], path: str | os.PathLike[str]) -> S
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """The SentencePiece model in `file`, without a chat template. Its end-of-text piece is the only stop token. Raises
-    ValueError if the file is no such model, or has no padding or end-of-text piece."""
+    """The tokenizer of a SentencePiece model, without a chat template. The end-of-text piece is the only stop token.
+    Raises ValueError if `file` is missing or no such model, or has no padding or end-of-text piece."""
 
     chat = None
 
@@ -168,13 +168,13 @@ class SentencePieceTokenizer(Tokenizer):
         return "".join(c for c in dict.fromkeys(text) if self._model.unk_id() in self.encode(c))
 
     def digest(self) -> str:
-        """The SHA-256 of the model, in hex."""
+        """Returns the SHA-256 of the model, in hex."""
         return hashlib.sha256(self._model.serialized_model_proto()).hexdigest()
 
     def save(self, folder: Path) -> None:
         """Makes `folder` and writes tokenizer.model, tokenizer.json and tokenizer_config.json there. transformers and
         vLLM read them and give the same ids, with one exception: the text of a special piece, such as "</s>", is one
-        token there, and single characters here. Raises ValueError if a piece has several characters."""
+        token there, and single characters here. Raises ValueError if another piece has several characters."""
         model = self._model
         pieces = [model.id_to_piece(i) for i in range(model.get_piece_size())]
         special = {i for i in range(len(pieces)) if model.is_control(i) or model.is_unknown(i)}
@@ -205,10 +205,10 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """The tokenizer.json `file` with the special tokens and chat template of the files beside it, if these exist.
+    """The tokenizer of the tokenizer.json `file`, with the special tokens and the chat template of files beside it.
 
-    tokenizer_config.json names special tokens and a chat template, chat_template.jinja is a chat template, and
-    generation_config.json names stop tokens: Qwen's chat models have two. Without a padding token, `pad_id` is
+    tokenizer_config.json names special tokens and a chat template; chat_template.jinja, if there, replaces this one.
+    generation_config.json names more stop tokens: Qwen's chat models have two. Without a padding token, `pad_id` is
     `eos_id`. Raises ValueError if a file is damaged, names a token that `file` lacks, or no stop token is named.
     """
 
@@ -251,18 +251,18 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def name(self, token: int) -> str:
-        """The text of a token, also of a special token; "" for an unknown id."""
+        """Returns the text of a token, also of a special token; "" for an unknown id."""
         return self._model.id_to_token(token) or ""
 
     def unknown(self, text: str) -> str:
         return "".join(c for c in dict.fromkeys(text) if self.encode(c) in ([], [self._unknown_id]))
 
     def digest(self) -> str:
-        """The SHA-256, in hex, of the model, the stop tokens, the chat template and the special tokens it may write."""
+        """Returns the SHA-256, in hex, of the model, the stop tokens, the chat template and its special tokens."""
         return hashlib.sha256(json.dumps(self._about, sort_keys=True).encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Makes `folder` and copies the tokenizer's files to it, generation_config.json with all stop tokens."""
+        """Makes `folder` and copies the tokenizer's files to it. generation_config.json there has all stop tokens."""
         folder.mkdir(parents=True, exist_ok=True)
         for name in _FILES:
             if (self._folder / name).is_file():
@@ -283,7 +283,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _stops(generation: Mapping[str, Any]) -> list[int]:
-    """The stop tokens that the fields of a generation_config.json name. Raises ValueError unless all are ids."""
+    """Returns the stop tokens that a generation_config.json names, maybe none. Raises ValueError for what is no id."""
     found = generation.get("eos_token_id")
     stops = found if isinstance(found, list) else [] if found is None else [found]
     if not all(type(stop) is int and stop >= 0 for stop in stops):
@@ -293,8 +293,8 @@ def _stops(generation: Mapping[str, Any]) -> list[int]:
 
 class IncrementalDecoder:
     """Decodes a growing completion piece by piece and never emits part of a character. The pieces and the result of
-    `flush`, joined, equal `tokenizer.decode` of all ids. Only the ids since the last complete piece are decoded again,
-    so that the cost of a token does not grow with the completion."""
+    `flush`, joined, equal `tokenizer.decode` of all ids. `push` decodes again only the last piece and the ids after
+    it, so that the cost of a token does not grow with the completion."""
 
     def __init__(self, tokenizer: Codec):
         self._tokenizer = tokenizer
@@ -312,7 +312,8 @@ class IncrementalDecoder:
         return text
 
     def flush(self) -> str:
-        """The rest of the text, once all ids were pushed. An unfinished character becomes U+FFFD. Begins anew."""
+        """Returns the rest of the text, once all ids were pushed. An unfinished character becomes U+FFFD. Forgets the
+        ids: the next `push` begins a new text."""
         text = self._new_text()
         self._ids, self._emitted = [], 0
         return text
@@ -323,7 +324,7 @@ class IncrementalDecoder:
 
 
 def _content(token: Any) -> str | None:
-    """The text of a special token in tokenizer_config.json, or None. Raises ValueError if it is no text."""
+    """Returns the text of a special token in tokenizer_config.json, None for None. Raises ValueError for no text."""
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str | None):
         raise ValueError(f"tokenizer_config.json is damaged: the special token {token!r} is no text")
