@@ -213,8 +213,7 @@ class HuggingFaceTokenizer(Tokenizer):
     """
 
     def __init__(self, file: str | os.PathLike[str]):
-        file = Path(file)
-        self._folder = file.parent
+        self._file = file = Path(file)
         try:
             self._model = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises this class
@@ -265,8 +264,9 @@ class HuggingFaceTokenizer(Tokenizer):
         """Makes `folder` and copies the tokenizer's files to it. generation_config.json there has all stop tokens."""
         folder.mkdir(parents=True, exist_ok=True)
         for name in _FILES:
-            if (self._folder / name).is_file():
-                shutil.copyfile(self._folder / name, folder / name)
+            source = self._file if name == "tokenizer.json" else self._file.with_name(name)
+            if source.is_file():
+                shutil.copyfile(source, folder / name)
         generation = read_if_there(file := folder / "generation_config.json")
         if not set(self.stop_token_ids) <= set(_stops(generation)):
             generation["eos_token_id"] = [*self.stop_token_ids]

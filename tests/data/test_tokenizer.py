@@ -154,6 +154,13 @@ def test_a_tokenizer_of_hugging_face_is_saved_as_its_files(qwen_like, tmp_path):
     assert load_tokenizer(tmp_path / "copy").digest() == qwen_like.digest()
 
 
+def test_a_tokenizer_in_a_file_of_another_name_is_saved_as_tokenizer_json(qwen_like, tmp_path):
+    qwen_like.save(tmp_path / "own")
+    (tmp_path / "own" / "tokenizer.json").rename(tmp_path / "own" / "mine.json")
+    load_tokenizer(tmp_path / "own" / "mine.json").save(tmp_path / "copy")
+    assert load_tokenizer(tmp_path / "copy").digest() == qwen_like.digest()
+
+
 @pytest.mark.parametrize("stops", [None, 0, [0], [0, 1]])
 def test_a_stop_token_that_the_generation_config_lacks_is_in_the_saved_one(tmp_path, stops):
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
