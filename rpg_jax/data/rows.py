@@ -217,7 +217,7 @@ def _problem(prompt_id: int, prompt, answer, source, samples, system, question, 
         raise BadRow(f"'samples' must be a whole number above 0, got {samples!r}")
     if not isinstance(source, str):
         raise BadRow(f"the source must be text, got {type(source).__name__}")
-    if not question.strip():
+    if not (question.strip() and prompt.strip()):
         raise BadRow("empty prompt")
     if not answer.strip() and not demonstrations:
         raise BadRow("empty answer")

@@ -107,6 +107,7 @@ BAD = {
     json.dumps(official(prompt="text")): "must be a list",
     json.dumps(official(prompt=[{"role": "assistant", "content": "x"}])): "got roles ['assistant']",
     json.dumps(official(prompt=[{"role": "user"}])): "missing key 'content'",
+    json.dumps(official(prompt=[{"role": "user", "content": " "}], extra_info={"raw_problem": "x"})): "empty prompt",
     json.dumps(official(reward_model={"style": "rule"})): "missing key 'ground_truth'",
     json.dumps(official(reward_model=None)): "'reward_model' must be",
     json.dumps(official(data_source=None)): "missing key 'data_source'",
