@@ -26,7 +26,7 @@ T = TypeVar("T")
 def load(path: str, kind: str) -> Callable[..., Any]:
     """Imports the module of `path`, "module:name", and returns its function or class of that name. `kind` is the use of
     the function, for the messages: "reward", "environment", "tool", "task". Raises ValueError if the path has another
-    form, the module cannot be imported, or it has no such function or class."""
+    form, an import fails, or the module has no such function or class; and what else the module raises itself."""
     module, _, name = path.partition(":")
     if not module or not name:
         raise ValueError(f"the {kind} {path!r} is not of the form module:name")
@@ -41,12 +41,12 @@ def load(path: str, kind: str) -> Callable[..., Any]:
 
 
 def source_digests(path: str, handed: Any = None) -> dict[str, str]:
-    """The SHA-256 digests, in hex, of the code behind `path`, "module:name". Nothing is imported.
+    """Returns the SHA-256 digests, in hex, of the code behind `path`, "module:name". Imports nothing.
 
     The digest of the module's file has the key `path`. Each module that the file imports, directly or not, has the key
-    "path imports module", if its file lies below the folder of the first file or below the present folder. Installed
-    packages, the standard library, this package, and imports by computed names are left out. If `handed`, the object
-    that a Python program handed over under the name `path`, is not None, the only digest is of the source text of the
+    "path imports module", if its file lies below the folder of the first file or below the present folder. Imports of
+    installed packages, the standard library and this package, and by computed names, are left out. `handed` is what a
+    Python program handed over under the name `path`, or None. With it the only digest is of the source text of the
     function or class. Code without a source has no digest, so the dict may be empty.
     """
     if handed is not None:
@@ -71,7 +71,7 @@ def source_digests(path: str, handed: Any = None) -> dict[str, str]:
 
 
 def _file_of(module: str) -> Path | None:
-    """The file of a module, found without an import."""
+    """Returns the file of a module, found without an import; None if there is none."""
     found, where = None, None
     for name in itertools.accumulate(module.split("."), "{}.{}".format):
         found = PathFinder.find_spec(name, where)
@@ -89,7 +89,7 @@ def _is_own(module: str, file: Path, folders: set[Path]) -> bool:
 
 
 def _imported(module: str, file: Path) -> set[str]:
-    """The modules that the import statements of a file may mean, with the packages around each module."""
+    """Returns the modules that the import statements of a file may mean, with the packages around each module."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):  # no Python: a compiled module
@@ -107,9 +107,9 @@ def _imported(module: str, file: Path) -> set[str]:
 
 
 def name_of(function: Callable[..., Any], kind: str = "reward") -> str:
-    """The name "module:qualname" of a function or class; of what `functools.partial` wraps, or of an object's class.
-    `kind` is the use: "reward", "environment", …. Raises ValueError if `function` is not callable; only an
-    "environment" may instead be an object with a method `step`."""
+    """Returns the name "module:qualname" of a function or class, or of what `functools.partial` wraps; for another
+    object, the name of its class. `kind` is the use of `function`: "reward", "environment", …. Raises ValueError if
+    `function` is not callable; only an "environment" may instead be an object with a method `step`."""
     if kind == "environment" and not callable(function) and not hasattr(function, "step"):
         raise ValueError(
             f"environment is a name, a class, or an object with reset and step; got {type(function).__name__}"
@@ -122,7 +122,7 @@ def name_of(function: Callable[..., Any], kind: str = "reward") -> str:
 
 
 def _definition(given: Any) -> Any:
-    """The function itself, the function that `functools.partial` wraps, or the class of another object."""
+    """Returns a function or class itself, the function that `functools.partial` wraps, or another object's class."""
     while isinstance(given, functools.partial):
         given = given.func
     return given if hasattr(given, "__qualname__") else type(given)
@@ -131,9 +131,9 @@ def _definition(given: Any) -> Any:
 def named(rewards: Callable[..., Any] | str | Mapping[Any, float]) -> tuple[dict[str, float], dict[str, Callable]]:
     """Returns (the weight of each part by name, the functions among the parts by the same names). `rewards` is a
     function, the name of a part (weight 1), or {function or name: weight}. The name of a function is "module:qualname".
-    A name "FOLDER/module.py:function" becomes "module:function", and FOLDER is put into `sys.path`. Raises ValueError
-    if `rewards` has another form or is empty, a weight is no number, two parts have one name, there is no such file, or
-    a function cannot be called as (completion, answer, prompt) or (completion, answer)."""
+    A name "FOLDER/module.py:function" is treated as `in_file` does. Raises ValueError if `rewards` has another form or
+    is empty, a weight is no number, two parts have one name, there is no such file, or a function cannot be called as
+    (completion, answer, prompt) or (completion, answer)."""
     if isinstance(rewards, list | set) or rewards in ("", {}):
         raise ValueError(f"reward={rewards!r}: give a function, a name, or their weights, as {{'exact': 1.0}}")
     given = rewards if isinstance(rewards, Mapping) else {rewards: 1.0}
@@ -153,8 +153,8 @@ def named(rewards: Callable[..., Any] | str | Mapping[Any, float]) -> tuple[dict
 
 
 def in_file(name: str) -> str:
-    """Turns "FOLDER/module.py:function" into "module:function". Returns other names unchanged. Puts FOLDER first in
-    `sys.path`. Raises ValueError if there is no such file, or if ":function" is missing."""
+    """Returns "module:function" for "FOLDER/module.py:function", and other names unchanged. Puts FOLDER first in
+    `sys.path`, if it is not in there. Raises ValueError if there is no such file, or if ":function" is missing."""
     if name.endswith(".py"):
         raise ValueError(f"the reward {name!r}: name its function too, as {name}:FUNCTION")
     file, _, function = name.rpartition(":")
@@ -169,7 +169,7 @@ def in_file(name: str) -> str:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call of `function`, plain, partial or an object with `__call__`, returns a coroutine."""
+    """Tells whether a call of `function`, plain, partial or an object with `__call__`, returns a coroutine."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
@@ -184,11 +184,12 @@ class Background:
         self._thread.start()
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Starts the coroutine in the loop, and returns at once. The future has the result or the exception."""
+        """Starts the coroutine in the loop, and returns at once. The future gets the result or the exception. After
+        `close` this raises RuntimeError."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
-        """Cancels the coroutines that run, waits until they and the thread end. A second call does nothing."""
+        """Cancels the coroutines that run, and waits until they and the thread end. A second call does nothing."""
 
         async def end() -> None:
             others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -204,22 +205,22 @@ class Background:
 
 
 class InProcess:
-    """Calls a user's functions in this process: plain functions in the caller's thread, one after the other. Async
-    functions run together in a thread with an event loop, so the caller may have a running event loop, as a notebook
-    has. Their calls are cancelled after `deadline_s` seconds. Plain functions have no deadline."""
+    """Calls a user's functions in this process. Plain functions run in the caller's thread, one after the other, and
+    have no deadline. Async functions run together in a thread with an event loop, so the caller may have a running
+    event loop, as a notebook has. Calls of async functions are cancelled after `deadline_s` seconds."""
 
     def __init__(self, deadline_s: float):
         self._deadline_s = deadline_s
         self._background = Background("rewards")  # one for all calls: a client's connections belong to their loop
 
     def verdicts(self, calls: Sequence[tuple[Callable[..., Any], Task]]) -> list[Verdict]:
-        """Calls each function with its task's arguments and options, waits, and returns the verdicts in their order. An
-        exception of a function becomes a verdict with an error. A call cancelled at the deadline is a "timeout"."""
+        """Calls each function with its task's arguments and options, waits, and returns the verdicts in the order of
+        `calls`. An exception of a function becomes a verdict with an error; the deadline, the error "timeout"."""
         begun = [self.submit(*call) if is_async(call[0]) else None for call in calls]
         return [future.result() if future else _called(*call) for call, future in zip(calls, begun, strict=True)]
 
     def close(self) -> None:
-        """Cancels the async calls that still run, and ends their thread. No async call may follow."""
+        """Cancels the async calls that still run, and ends their thread. An async call that follows is an error."""
         self._background.close()
 
     def submit(self, function: Callable[..., Any], task: Task) -> Future[Verdict]:

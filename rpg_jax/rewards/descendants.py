@@ -28,8 +28,8 @@ _CLONE_NEWUSER, _CLONE_NEWPID = 0x10000000, 0x20000000
 def keep() -> None:
     """Forks, and returns only in the child, in which verifiers run. On other systems than Linux it does nothing. The
     calling process becomes the keeper: it waits, kills what the child leaves running, and never returns. The keeper
-    ends when the child has ended, with the child's exit code (128 + n after signal n). On `END` (SIGUSR1), or when its
-    own parent has ended, the keeper kills the child and ends with 137."""
+    ends when the child has ended, with the child's exit code (128 + n after signal n). On `END` (SIGUSR1), or when the
+    keeper's own parent has ended, the keeper kills the child and all that the child started, and ends with 137."""
     if not AVAILABLE:
         return
     trainer = os.getppid()

@@ -16,7 +16,7 @@ _TOKEN = re.compile(r"\s*(\d{1,18}|[-+*/()])\s*", re.ASCII)
 
 
 def countdown(completion: str, answer: str) -> float:
-    """1.0 if the completion's last <answer>…</answer> or "Answer:" line makes the target of a game, else 0.0.
+    """Returns 1.0 if the completion's last <answer>…</answer> or "Answer:" line makes a game's target, else 0.0.
 
     `answer` is JSON {"numbers": [whole numbers], "target": whole number}. The text in the completion must use each
     number exactly once, have at most 500 characters, and be an expression of this grammar, computed in exact fractions:
@@ -24,7 +24,7 @@ def countdown(completion: str, answer: str) -> float:
       product = atom (("*" | "/") atom)*
       atom = whole number | "(" sum ")"
 
-    Raises ValueError if `answer` is not JSON, KeyError if it lacks a key.
+    Raises ValueError if `answer` is not JSON; KeyError or TypeError if the text is compared with JSON of another form.
     """
     game = json.loads(answer)
     found = _ANSWER.findall(completion)
@@ -41,8 +41,9 @@ def countdown(completion: str, answer: str) -> float:
 
 
 def evaluate(text: str) -> Fraction:
-    """The exact value of an expression of numbers ("3", "2.5"), + - * /, parentheses, and the sign - ("-3", "-(1+2)").
-    Raises ValueError if the text is something else, has more than 500 characters, or divides by zero."""
+    """Returns the exact value of an expression of numbers ("3", "2.5"), + - * /, parentheses, and the sign - ("-3",
+    "-(1+2)"). A number has at most 18 digits before the point, and 18 after it. Raises ValueError if the text is
+    something else, has more than 500 characters, or divides by zero."""
     try:
         tokens = _tokens(text, _DECIMAL)
         signs = [i for i, t in enumerate(tokens) if t == "-" and (i == 0 or tokens[i - 1] in _BEFORE_SIGN)]
@@ -58,9 +59,9 @@ def evaluate(text: str) -> Fraction:
 
 
 def last_expression(completion: str) -> str | None:
-    """The text of the completion's last <answer>…</answer> or "Answer:" line, without blanks. Returns None if there is
-    no such text, it is empty, it has more than 500 characters, or it has anything but whole numbers, + - * / and
-    parentheses. The order of these is not checked."""
+    """Returns the text of the completion's last <answer>…</answer> or "Answer:" line, without blanks. Returns None if
+    there is no such text, or if the text is empty, has more than 500 characters, or has anything but whole numbers,
+    + - * / and parentheses. Their order is not checked."""
     found = _ANSWER.findall(completion)
     try:
         return "".join(_tokens("".join(found[-1]))) or None if found else None

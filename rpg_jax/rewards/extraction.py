@@ -51,17 +51,18 @@ _BARE_ROOT = re.compile(r"sqrt([^{])")
 
 
 def exact(completion: str, answer: str) -> float:
-    """1.0 if the completion, its text after the last "#", or its text after the last "Answer:" is `answer`; else 0.0.
-    Blanks and line breaks at both ends of the texts do not count."""
+    """Returns 1.0 if the completion, its text after the last "#", or its text after the last "Answer:" is `answer`;
+    else 0.0. Blanks and line breaks at both ends of the texts do not count."""
     answer = answer.strip()
     found = [completion, *(completion.rpartition(mark)[2] for mark in MARKS)]
     return float(any(text.strip() == answer for text in found))
 
 
 def dapo_answer(completion: str) -> str:
-    """The text after the last "Answer:", up to the end of its line, in the spelling that `normalise` makes. Only the
-    last 300 characters of the completion are read. "answer :" in any case is a mark too, and the text may begin on a
-    later line. Returns "[INVALID]" if there is no mark with a text."""
+    """Returns the text after the last mark "Answer:", up to the end of the line, in the spelling that `normalise`
+    makes. Only the last 300 characters of the completion are read. "answer :" in any case is a mark too, and the text
+    may begin on a later line. A mark in the text of a mark is no mark: the text of "Answer: 1 Answer: 2" is
+    "1 Answer: 2". Returns "[INVALID]" if there is no mark with a text."""
     found = INVALID
     for match in _ANSWER.finditer(completion[-TAIL_CHARACTERS:]):
         found = match[1]
@@ -69,14 +70,14 @@ def dapo_answer(completion: str) -> str:
 
 
 def math_dapo(completion: str, answer: str) -> float:
-    """1.0 if the text after the completion's last "Answer:" equals the reference `answer`, else -1.0. Both texts are
-    compared in the spelling that `normalise` makes. Only the last 300 characters of the completion are read. A
-    completion without "Answer:" gets -1.0. Source: arXiv:2503.14476 (DAPO), used in arXiv:2505.17508."""
+    """Returns 1.0 if the text that `dapo_answer` finds after the completion's last "Answer:" equals the reference
+    `answer`, in the spelling that `normalise` makes; else -1.0. A completion without "Answer:" in its last 300
+    characters gets -1.0. Source: arXiv:2503.14476 (DAPO), used in arXiv:2505.17508."""
     return 1.0 if dapo_answer(completion) == normalise(answer) else -1.0
 
 
 def boxed(completion: str, answer: str) -> float:
-    """1.0 if the contents of the completion's last \\boxed{…} equal the reference `answer`, else 0.0. Both texts are
+    """Returns 1.0 if the contents of the completion's last \\boxed{…} equal the reference `answer`, else 0.0. Both are
     compared in the spelling that `normalise` makes. Of a reference with a \\boxed{…} only the contents of the last box
     count. A completion without a box, or with a last box that is not closed, gets 0.0."""
     found = last_boxed(completion)
@@ -85,11 +86,10 @@ def boxed(completion: str, answer: str) -> float:
 
 
 def gsm8k(completion: str, answer: str) -> float:
-    """1.0 if the last number directly after a "####" in the completion equals the reference number, else 0.0. Numbers
-    are compared as decimals: "1,000.0" is 1000. Only the last 300 characters of the completion are read. The reference
-    `answer` is the number, or the data set's whole solution, which ends in "#### number". Raises ValueError if the
-    reference has no number.
-    """
+    """Returns 1.0 if the last number directly after a "####" in the completion equals the reference number, else 0.0.
+    Numbers are compared as decimals: "1,000.0" is 1000. Only the last 300 characters of the completion are read. The
+    reference `answer` is the number, or the data set's whole solution, which ends in "#### number". Raises ValueError
+    if this is no number."""
     reference = _number(answer.rpartition("####")[2])
     if reference is None:
         raise ValueError(f"reference answer without a number: {answer!r}")
@@ -97,23 +97,22 @@ def gsm8k(completion: str, answer: str) -> float:
 
 
 def extract_answer(completion: str, verifier: str | None = None) -> str | None:
-    """The answer of a completion, as a majority vote counts answers; None if no answer is found.
+    """Returns the answer of a completion, as a majority vote counts answers; None if no answer is found.
 
-    Args:
-      completion: the text of the completion.
-      verifier: "exact", "math_dapo", "boxed", "gsm8k" or "countdown". The answer is the text that this verifier
-        compares with a reference, in a spelling that equal answers share. With None or another name the answer is the
-        first of these, as `normalise` spells it: the text after the last "Answer:", the last \\boxed{…}, the text after
-        the last "####" (if none, "#"), the whole completion. The last two must be one line of at most 100 characters.
+    `verifier` is "exact", "math_dapo", "boxed", "gsm8k" or "countdown". The answer is the text that this verifier
+    compares with a reference, in a spelling that equal answers share. With None or another name the answer is the first
+    of these that is there, as `normalise` spells it: the text after the last "Answer:" (see `dapo_answer`), the last
+    \\boxed{…}, the text after the last "####" (without one, "#"), the whole completion. The last two are an answer only
+    if they are one line of at most 100 characters.
     """
     return _OF_VERIFIER.get(verifier or "", _any)(completion)
 
 
 def normalise(answer: str) -> str:
-    """The spelling in which `math_dapo` and `boxed` compare the answer. The rules, in this order: keep the text after
-    the last "="; drop articles, escaped dollars, all blanks, unit words and LaTeX spacing; replace a line by its first
-    $…$, if any; drop \\text, \\textbf, \\overline and \\boxed, but not what is inside; write \\frac12 and \\sqrt2 with
-    braces; drop dollars; drop the commas of a whole number."""
+    """Returns the spelling in which `math_dapo` and `boxed` compare the answer. The main rules, in order: keep the text
+    after the last "="; drop articles, escaped dollars, all blanks, unit words and LaTeX spacing; replace a line by its
+    first $…$, if any; drop \\text, \\textbf, \\overline and \\boxed, but not what is inside; write \\frac12 and
+    \\sqrt2 with braces; drop dollars; drop the commas of a whole number."""
     answer = answer.rpartition("=")[2]
     for before, after in _REWRITES:
         answer = answer.replace(before, after)
@@ -131,7 +130,7 @@ def normalise(answer: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    """The contents of the last \\boxed{…}, with balanced braces; None if there is no box or the last is not closed."""
+    """Returns what the last \\boxed{…} holds, braces balanced; None if there is no box, or the last is not closed."""
     start = text.rfind(_BOXED)
     if start < 0:
         return None
@@ -144,13 +143,13 @@ def last_boxed(text: str) -> str | None:
 
 
 def _first_math(line: str) -> str:
-    """The first $…$ of a line; the line if there is none."""
+    """Returns the first $…$ of a line, with its dollars; the line if there is none."""
     parts = line.split("$", 2)
     return f"${parts[1]}$" if len(parts) == 3 else line
 
 
 def _unwrapped(text: str, command: str) -> str:
-    """Drops each `command` with the next brace that closes on its line; what lies between stays."""
+    """Drops each `command` and the next closing brace on its line, if there is one. The text between them stays."""
     parts, at = [], 0
     while (start := text.find(command, at)) >= 0 and (end := _END.search(text, start + len(command))):
         closed = end[0] == "}"
@@ -160,7 +159,7 @@ def _unwrapped(text: str, command: str) -> str:
 
 
 def _unboxed(line: str) -> str:
-    """Drops the first \\boxed{ of a line, and the last brace that closes after it."""
+    """Drops the first \\boxed{ of a line, and the last closing brace after it; without either, nothing."""
     start, end = line.find(_BOXED), line.rfind("}")
     if start < 0 or end < start + len(_BOXED):
         return line
@@ -168,7 +167,7 @@ def _unboxed(line: str) -> str:
 
 
 def _marked_number(completion: str) -> Decimal | None:
-    """The number after the last "####" of the final 300 characters."""
+    """Returns the last number that follows a "####" in the final 300 characters; None without one."""
     found = _MARKED.findall(completion[-TAIL_CHARACTERS:])
     return _number(found[-1]) if found else None
 
@@ -224,7 +223,7 @@ _MOST_FAILURES = 2  # failed comparisons of an answer: one that hangs each time 
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """An `answer` that a verifier has read in a completion, as written there, and the completion's whole `text`."""
+    """The `answer` that a verifier read in a completion, as the completion writes it, and the completion's `text`."""
 
     answer: str
     text: str
@@ -243,7 +242,7 @@ def merge_equal_answers(problems: Sequence[Sequence[Read | None]], equal: Equal)
     chain joins it already, if two comparisons of a spelling failed, or if a spelling is not among the 32 most frequent.
 
     Args:
-      problems: for each problem an item for each completion: the answer read, or None where none was found.
+      problems: for each problem an item for each completion: what was read, or None where no answer was found.
       equal: compares the pairs of a round, of all problems; called 31 times, also without pairs.
 
     Returns:

@@ -48,8 +48,8 @@ _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 class Failed(Exception):
-    """A request failed. `kind` is "status", "timeout" or "unreachable". `again`: another attempt may help, `after`
-    seconds at the earliest."""
+    """A request failed. `kind` is "status", "timeout" or "unreachable". If `again`, another attempt may help, at the
+    earliest `after` seconds later."""
 
     def __init__(self, kind: str, detail: str, *, again: bool = False, after: float = 0.0):
         super().__init__(detail)
@@ -61,7 +61,7 @@ class Server:
     """The server of a judge, and the form of the requests. The config's section `judge` has the same fields.
 
     Attributes:
-      url: http://HOST:PORT/v1 of a chat model, or the whole address of a scoring endpoint.
+      url: http(s)://HOST:PORT/v1 of a chat model, or the whole address of a scoring endpoint.
       kind: "chat", a model that grades in words, or "score", an endpoint that returns numbers.
       model: name of the model, sent with each request.
       prompt: message to a chat model with {completion}, {prompt}, {answer}, {scale}; "" takes this file's `PROMPT`.
@@ -69,7 +69,7 @@ class Server:
       max_tokens: limit of a chat model's reply.
       batch: completions in a request to a scoring endpoint; a chat request has one.
       parallel: requests at a time.
-      deadline_seconds: time for a request, retries included.
+      deadline_seconds: time for a request, from its first attempt, retries included.
 
     Raises ValueError if `url` is not an HTTP address, or `prompt` lacks {completion}.
     """
@@ -94,7 +94,7 @@ class Server:
             raise ValueError("judge.prompt must contain {completion}; {prompt}, {answer} and {scale} are filled in too")
 
     def body(self, items: Sequence[Item]) -> dict[str, Any]:
-        """The JSON body of a request. `items`: (completion, answer, prompt) of each; of a chat request exactly one."""
+        """Returns the JSON body of a request about `items`. `items` of a chat request is exactly one."""
         if self.kind == "score":
             completions, answers, prompts = (list(texts) for texts in zip(*items, strict=True))
             return {"model": self.model, "prompts": prompts, "completions": completions, "answers": answers}
@@ -105,8 +105,8 @@ class Server:
         return {"model": self.model, "messages": [message], "temperature": 0, "max_tokens": self.max_tokens}
 
     def verdicts(self, reply: Any, count: int) -> list[Verdict]:
-        """The verdicts in a reply's JSON, in order. Raises Failed if it has another form, or not `count` scores. A
-        score that is no number, or a grade outside 0 … scale, becomes a verdict with the error "value"."""
+        """Returns the verdicts in a reply's JSON, in order. Raises Failed if the reply has another form, or not `count`
+        scores. A score that is no number, or a grade outside 0 … scale, becomes a verdict with the error "value"."""
         try:
             given = reply["scores"] if self.kind == "score" else [reply["choices"][0]["message"]["content"] or ""]
             found = [self._verdict(one) for one in given]
@@ -123,7 +123,8 @@ class Server:
             return failure(error)
 
     def _graded(self, text: str) -> float:
-        """The number in the last line of a judge's reply, as a share of the scale: 8, 8/10, Score (0-10): 8."""
+        """Returns the number in a reply's last line ("8", "8/10", "Score (0-10): 8") as a share of the scale. Raises
+        BadScore if there is none, or it is not within the scale."""
         lines = [line for line in text.rpartition("</think>")[2].splitlines() if line.strip()]
         found = _NUMBER.search(lines[-1].rpartition(":")[2]) if lines else None
         if found is None:
@@ -135,9 +136,8 @@ class Server:
 
 
 class Judge:
-    """Asks a server for verdicts. Several threads may use one judge, which remembers its last 100,000 scores.
-
-    The environment variable JUDGE_API_KEY, if set, is sent as a bearer token. `sleep` waits between two attempts.
+    """Asks a server for verdicts. Several threads may use one judge, which remembers its last 100,000 scores. The
+    environment variable JUDGE_API_KEY, if set, is sent as a bearer token. `sleep` waits the seconds between attempts.
     """
 
     def __init__(self, server: Server, *, sleep: Callable[[float], None] = time.sleep):
@@ -150,8 +150,8 @@ class Judge:
 
     def run(self, items: Sequence[Item]) -> list[Verdict]:
         """Waits for one verdict per (completion, answer, prompt), and returns them in order. Equal items are sent once.
-        A request is sent at most 4 times until the deadline; then its items get verdicts with an error. Only scores are
-        remembered: a later call asks again about a failure."""
+        A request is sent at most 4 times, and until the deadline; if all fail, its items get verdicts with an error.
+        Only scores are remembered: a later call asks again about a failure."""
         with self._lock:
             verdicts = {item: Verdict(self._known[item]) for item in set(items) if item in self._known}
         new = [item for item in dict.fromkeys(items) if item not in verdicts]
@@ -166,11 +166,11 @@ class Judge:
         return [verdicts[item] for item in items]
 
     def close(self) -> None:
-        """Cancels requests that have not begun, and does not wait for the others. New items are an error now."""
+        """Cancels requests that have not begun, and does not wait for the others. `run` then fails on new items."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _judged(self, batch: Sequence[Item]) -> list[Verdict]:
-        """Sends one request and returns its verdicts. If a failure may pass, sends again after ever longer pauses."""
+        """Sends a request and returns its verdicts. After a failure that may pass, sends again, with longer pauses."""
         deadline, attempt = time.monotonic() + self.server.deadline_seconds, 0
         while True:
             attempt += 1
@@ -216,7 +216,7 @@ class Judge:
 
 
 def _left(deadline: float) -> float:
-    """Seconds to the deadline. Raises TimeoutError after it."""
+    """Returns the seconds to the deadline, in `time.monotonic`. Raises TimeoutError after it."""
     if (left := deadline - time.monotonic()) <= 0:
         raise TimeoutError
     return left

@@ -12,8 +12,8 @@ _parse = functools.partial(parse, parsing_timeout=None)
 
 
 def math_verify(completion: str, answer: str) -> float:
-    """1.0 if an answer found in the completion (boxed answers first) equals the reference `answer`, else 0.0. The
-    reference is LaTeX, with or without \\boxed{…}, or a plain expression. SymPy decides equality: 1/2 equals 0.5.
+    """Returns 1.0 if an answer found in the completion (boxed answers first) equals the reference `answer`, else 0.0.
+    The reference is LaTeX, with or without \\boxed{…}, or a plain expression. SymPy decides equality: 1/2 equals 0.5.
     Raises ValueError if the reference cannot be parsed."""
     reference = _reference(answer)
     if not reference:
@@ -22,13 +22,13 @@ def math_verify(completion: str, answer: str) -> float:
 
 
 def read(completion: str) -> dict[str, str | None]:
-    """{"answer": text}: the answer that math-verify finds in the completion, as written; None if it finds no answer."""
+    """Returns {"answer": text}: the answer that math-verify finds in the completion, as written; None without one."""
     found = _completion(completion)
     return {"answer": str(found[-1]) if found else None}  # the text comes after the expression that was made of it
 
 
 def equal(one: str, other: str) -> float:
-    """1.0 if the answers in the two completions are equal, with either of them as the reference; else 0.0."""
+    """Returns 1.0 if the answers in two completions are equal, with each in turn as the reference; else 0.0."""
     found = list(_completion(one)), list(_completion(other))
     return float(verify(*found, timeout_seconds=None) and verify(*reversed(found), timeout_seconds=None))
 

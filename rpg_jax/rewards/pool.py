@@ -28,10 +28,10 @@ _MAX_VERDICT_BYTES = {"score": 4096, "object": LARGEST_OBJECT + 4096}
 class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
     """Runs tasks in fresh Python processes without devices, secrets or a shell. Leaving the context closes the pool.
 
-    A task that overruns its deadline, crashes its process, or exceeds the memory limit gets a verdict with an error,
-    and no other task suffers. The pool ends the process with all that it started, and starts another. Each process
-    works on one task at a time, so the task at fault is always known. Only JSON crosses the pipes. The processes start
-    at once and load in the background.
+    A task that overruns its deadline, crashes its process, exceeds the memory limit, or tries what is forbidden gets a
+    verdict with an error, and no other task suffers. The pool ends the process with all that it started, and starts
+    another. Each process works on one task at a time, so the task at fault is always known. Only JSON crosses the
+    pipes. The processes start at once and load in the background.
 
     Args:
       functions: "module:function" that the processes import before the first task, each with the names of its
@@ -42,7 +42,8 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
       recycle_after: tasks after which a process is replaced.
 
     Attributes:
-      counts: "done" tasks; errors by kind; "rebuilt" (replaced after an error) and "recycled" (aged) processes.
+      counts: "done" tasks, with and without an error; errors by kind; "rebuilt" processes, replaced after an error or
+        their own end, and "recycled" ones, replaced after `recycle_after` tasks.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         Raises:
           ValueError: the pool lacks a task's function, or its processes cannot import or call one of its functions.
           RuntimeError: the pool is closed.
-          ChildProcessError: a process has ended before it was ready, four times.
+          ChildProcessError: a process has ended, or been silent for 120 s, before it was ready, four times.
         """
         unknown = {task.function for task in tasks} - self._functions.keys()
         if unknown:
@@ -82,7 +83,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
 
     def wait_ready(self) -> None:
         """Waits until every process has loaded its functions. Raises ValueError if a function cannot be imported or
-        takes other arguments, and ChildProcessError if a process has ended before it was ready, four times."""
+        takes other arguments, and ChildProcessError as `run` does."""
         with self._lock:
             while not all(process.ready for process in self._processes):
                 self._wait()
@@ -91,7 +92,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
                         self._poll(i)
 
     def close(self) -> None:
-        """Waits for a call of `run` in another thread, then kills the processes. `run` is an error afterwards."""
+        """Waits for a call of `run` in another thread, then kills the processes. A second call does nothing."""
         with self._lock:
             processes, self._processes = self._processes, []
             for process in processes:
@@ -133,7 +134,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         return verdicts  # type: ignore[return-value]
 
     def _poll(self, i: int) -> Verdict | None:
-        """Process `i`'s verdict if its task has ended, else None. Replaces a process that ended before it was ready."""
+        """Returns process `i`'s verdict if its task has ended, else None. Replaces it if it was lost while loading."""
         try:
             return self._processes[i].poll()
         except _Lost as lost:
@@ -152,7 +153,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         self._processes[i] = _Process(self._setup)
 
     def _wait(self) -> None:
-        """Sleeps until a pipe is ready or the nearest deadline passes."""
+        """Sleeps until a pipe is ready or the nearest deadline passes. Returns at once if no process loads or works."""
         with selectors.DefaultSelector() as selector:
             for process in self._processes:
                 if process.ready and process.task_id is None:
@@ -166,7 +167,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
 
 
 class _Lost(Exception):
-    """A process has ended, or is silent, before it was ready."""
+    """A process has ended before it was ready, or was not ready in time."""
 
 
 class _Process:
@@ -202,11 +203,12 @@ class _Process:
         self.unsent = json.dumps({"id": self.tasks_sent, **dataclasses.asdict(task)}).encode() + b"\n"
 
     def unusable(self) -> bool:
-        """Whether the idle process has died, or has written a line without a task."""
+        """Tells whether the idle process has died, or has written something without a task."""
         return self._process.poll() is not None or self._read() or bool(self._received)
 
     def poll(self) -> Verdict | None:
-        """Moves bytes without blocking, and returns the verdict once the task has ended or failed."""
+        """Moves bytes without blocking. Returns the verdict once the task has ended or failed, until then None. Raises
+        _Lost if the process has failed before it was ready, and ValueError if it cannot load a function."""
         try:
             if self.unsent:
                 self.unsent = self.unsent[os.write(self.tasks_fd, self.unsent) :]
@@ -224,7 +226,7 @@ class _Process:
         return self._failed("timeout") if time.monotonic() > self.deadline else None
 
     def _read(self) -> bool:
-        """Reads the bytes that are in the pipe; true at the end of the pipe."""
+        """Reads the bytes that are in the pipe. Returns True at the end of the pipe."""
         try:
             data = os.read(self.verdicts_fd, 65536)
         except BlockingIOError:
@@ -233,7 +235,8 @@ class _Process:
         return not data
 
     def _interpret(self, line: bytes) -> Verdict | None:
-        """The verdict in a line. A hostile completion may have written the line: anything else counts as a crash."""
+        """Returns the verdict in a line, or None for the line "ready". A hostile completion may have written the line:
+        anything else is a crash. Raises ValueError for the line "failed"."""
         try:
             message = dict(json.loads(line))
             if self.ready:
@@ -277,7 +280,7 @@ class _Process:
 
 
 def _environment() -> dict[str, str]:
-    """The variables of a verifier process: no secrets, no accelerator, one thread, and the parent's module path."""
+    """Returns a verifier process's variables: no secrets, no accelerator, one thread, the parent's module path."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR") if name in os.environ}
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     return {**kept, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}

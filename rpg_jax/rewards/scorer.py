@@ -61,8 +61,8 @@ class Scores:
       unshaped: f32[N], the same sum without the shaping terms (form and length); dynamic sampling reads it.
       accuracy: f32[N], 1 where the deciding part found the answer right, else 0; evaluation reads it.
       parts: f32[N] by part name, unweighted.
-      errors: number of failed verdicts by kind of error, as "timeout" (all: `verdicts.KINDS`). A failed verdict counts
-        as wrong. Failures of an environment are not counted here.
+      errors: number of failed verdicts by kind of error, as "timeout" (all: `verdicts.KINDS`). The part of a failed
+        verdict is a wrong answer's score. Failures of an environment are not counted here.
       failures: N items, the kind of error of the verdict that decides accuracy; None without an error.
       failed: N items, the kind of error if the machinery failed on a part or on the conversation (`verdicts.CHANCE`:
         "timeout", "crash", "memory", "unreachable", "status"), else None. The update does not train on a completion
@@ -79,7 +79,7 @@ class Scores:
 
 
 class Scorer(contextlib.AbstractContextManager["Scorer"]):
-    """Scores completions. Close it, or use it as a context, to end its worker processes, which start when needed.
+    """Scores completions. Close the scorer, or use it as a context, to end its worker processes and threads.
 
     Parts that judge an answer: "exact", "math_dapo", "boxed", "math_verify", "gsm8k", "countdown", "judge", "by_source"
     (the verifier of each problem's data set), "module:function" (a user's own), and "environment" (the sum that an
@@ -88,7 +88,8 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
     Args:
       reward: one part, or {part: weight}.
       options: keyword arguments by part, e.g. {"overlong": {"limit": 2048, "buffer": 512}}.
-      workers: number of processes for the verifiers that need processes; by default one per CPU, at most 8.
+      workers: number of processes for the verifiers that need processes; by default one per CPU, at most 8. They start
+        here, and with "by_source" when a problem first needs them.
       deadline_s: seconds that a verifier in a process, or an async function, may take for one completion.
       accuracy: the part that decides accuracy; None: the first verifier.
       right_above: a completion is right if the deciding score is above this number; None: if the score is at least 1.
@@ -97,9 +98,9 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
       functions: plain or async functions that run in this process, by part name. Other parts are imported by name.
 
     Raises:
-      ValueError: a part or an option is unknown, an option is missing or out of its range, there is no verifier, a part
-        that grades decides accuracy without `right_above`, or a function cannot be imported or cannot be called with
-        the strings (completion, answer, prompt) or (completion, answer).
+      ValueError: as `verifiers.check` does; and if a function cannot be imported, or cannot be called with the strings
+        (completion, answer, prompt) or (completion, answer).
+      ChildProcessError: as `pool.WorkerPool.run` does.
     """
 
     def __init__(
@@ -151,8 +152,8 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         Raises:
           ValueError: the arguments differ in length, "by_source" meets an unknown source, "environment" a completion
             without turns, a verifier has failed on all completions of its first 16 problems, or a grade (neither 1, 0
-            nor -1) is among the first 1,000 scores that decide accuracy, without `right_above`.
-          ChildProcessError: a worker process has ended before it was ready, four times.
+            nor -1) is among the first 1,000 scores that decide accuracy, without `right_above` and with `begins`.
+          ChildProcessError: as `pool.WorkerPool.run` does.
         """
         sizes = [len(x) for x in (problems, texts, finish_reasons, lengths, turns) if x is not None]
         if len(set(sizes)) > 1:
@@ -180,10 +181,12 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         return Scores(rewards, unshaped, accuracy, parts, dict(errors), failures[self._accuracy], failed)
 
     def answers(self, problems: Sequence[Scorable], texts: Sequence[Sequence[str]]) -> list[list[str | None]]:
-        """The answers in the completions of P problems, for majority votes. No reference answer is read. `texts` has
-        for each problem the texts of its completions. The result has in their place the answers that the verifier that
-        decides accuracy reads, or None where it finds none. Answers to one problem that this verifier finds equal are
-        the same text. "math_verify" compares answers in the worker processes, which takes time."""
+        """Returns the answers in the completions of P problems, for majority votes. Reads no reference answer.
+
+        `texts` has for each problem the texts of its completions. The result has an answer in the place of each text,
+        or None where none is found. The verifier that decides accuracy says how answers are read (`extract_answer`; for
+        "math_verify", worker processes read and compare them, which takes time). Equal answers to a problem are the
+        same text. Raises ValueError if "by_source" meets an unknown source."""
         by_source = self._accuracy == BY_SOURCE
         places = collections.defaultdict[str, list[int]](list)
         for place, problem in enumerate(problems):
@@ -212,7 +215,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
     def _part(
         self, name: str, problems, texts, lengths: np.ndarray, turns: Sequence[Turns | None] | None
     ) -> tuple[np.ndarray, list[str | None]]:
-        """A part's scores, and the kind of failure of each verdict; shaping terms have none."""
+        """Returns a part's scores f32[N], and the kind of failure of each verdict; [] for shaping terms."""
         options = self._options[name]
         if name in LENGTHS:
             return LENGTHS[name](lengths, **options), []
@@ -250,7 +253,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         return [verdicts[i] for i in range(len(tasks))]
 
     def _merged_answers(self, verifier: Verifier, texts: Sequence[Sequence[str]]) -> list[list[str | None]]:
-        """The answers that the verifier reads in each problem's completions. Equal answers have one spelling."""
+        """Returns the answers that `verifier` reads in each problem's completions. Equal answers have one spelling."""
         pool = self._start_pool()
         tasks = [Task(verifier.read, (text,), returns="object") for own in texts for text in own]
         answers = iter([(verdict.value or {}).get("answer") for verdict in pool.run(tasks)])
@@ -263,8 +266,8 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         return merge_equal_answers(read, equal)
 
     def _check_for_grades(self, scores: Sequence[float]) -> None:
-        """Looks for grades, which are neither right nor wrong without `right_above`. A grade among the first scores is
-        an error. A later grade is noted once: a run does not end for one rare score after hundreds of steps."""
+        """Looks for grades, which are neither right nor wrong without `right_above`. A grade among the first scores
+        raises ValueError. A later one is noted once: a run does not end for one rare score after hundreds of steps."""
         grade = next((score for score in scores if score not in (-1, 0, 1)), None)
         if grade is None or self._grade_noted:
             self._grades_refused -= len(scores)
@@ -289,6 +292,6 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
 
 
 def total_reward(turns: Turns) -> float:
-    """The sum of the turns' rewards; at most 0 if the environment has failed: failing never pays."""
+    """Returns the sum of the turns' rewards, at most 0 if the environment has failed: failing never pays."""
     paid = float(np.sum(turns.rewards, dtype=np.float64))
     return paid if turns.error is None else min(paid, 0.0)

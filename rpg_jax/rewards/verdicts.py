@@ -25,7 +25,8 @@ _FIRST_PROBLEMS = 16  # of fewer, all may by chance be unreadable for a verifier
 @dataclasses.dataclass(frozen=True)
 class Task:
     """One call of `function`: "module:function", or "module:Class.method" of an object that a worker process has made.
-    `arguments` are positional, `options` keywords, all JSON. It `returns` a number: "score", or a dict: "object"."""
+    `arguments` are positional, `options` keywords, all JSON. `returns` tells what the function must return: "score", a
+    number, or "object", a dict."""
 
     function: str
     arguments: tuple[Any, ...]
@@ -45,8 +46,8 @@ class Verdict:
 
 
 def failure(error: BaseException) -> Verdict:
-    """The verdict of a function that raised `error`, with the message as detail. The kind is "value" for BadScore,
-    "memory" for MemoryError, "timeout" for TimeoutError, "unreachable" for another OSError, "error" for all others."""
+    """Returns the verdict of a function that raised `error`, with the message as detail. The kind is "value" for
+    BadScore, "memory" for MemoryError, "timeout" for TimeoutError, "unreachable" for another OSError, else "error"."""
     if isinstance(error, BadScore):
         return Verdict(None, "value", str(error))
     kinds = {MemoryError: "memory", TimeoutError: "timeout", OSError: "unreachable"}
@@ -55,16 +56,16 @@ def failure(error: BaseException) -> Verdict:
 
 
 class FirstFailures:
-    """Notices that a reward or an environment fails on everything. Several threads may use it. For the message, `what`
-    names the reward or environment, and `unit` what one verdict judges: "completion" or "turn"."""
+    """Notices that a reward or an environment fails on everything. Several threads may use it. For the message of the
+    error, `what` names the reward or environment, and `unit` what one verdict judges: "completion" or "turn"."""
 
     def __init__(self, what: str, unit: str):
         self._what, self._unit = what, unit
         self._failed: set[Hashable] | None = set()
 
     def look(self, problems: Iterable[Hashable], verdicts: Sequence[Verdict]) -> None:
-        """Notes verdicts, and the keys of the problems that they belong to. Does nothing after the first success.
-        Raises ValueError if no verdict so far is a success, and at least 16 distinct problems were seen."""
+        """Notes verdicts, and the keys of the problems that they belong to. Does nothing after the first success, a
+        verdict without an error. Raises ValueError if at least 16 distinct problems were seen without a success."""
         failed = self._failed
         if failed is None:
             return
@@ -85,17 +86,17 @@ REWARD = ("completion", "answer", "prompt")
 
 
 class BadScore(ValueError):
-    """A function returned something else than the score or the object that its task asks for."""
+    """A function returned something else than the score or the object that the task asks for."""
 
 
 def checked(returns: Literal["score", "object"], value: Any) -> Verdict:
-    """The verdict of a function that returned `value`. Raises BadScore if `value` is not what `returns` asks for:
-    "score", a finite number within ±1e6, or "object", a dict of plain JSON of at most 1 MiB."""
+    """Returns the verdict of a function that returned `value`. Raises BadScore if `value` is not what `returns` asks
+    for: "score", a finite number within ±1e6, or "object", a dict of plain JSON of at most 1 MiB."""
     return Verdict(checked_score(value)) if returns == "score" else Verdict(None, value=checked_object(value))
 
 
 def checked_score(value: Any) -> float:
-    """The score as a float. Raises BadScore for what is no single number, and for NaN and numbers beyond ±1e6."""
+    """Returns the score as a float. Raises BadScore for anything but one number, for NaN, and beyond ±1e6."""
     if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
         raise BadScore(f"a score is a number, got {type(value).__name__}")
     try:
@@ -108,7 +109,7 @@ def checked_score(value: Any) -> float:
 
 
 def checked_object(value: Any) -> dict[str, Any]:
-    """`value` itself. Raises BadScore if it is no dict of plain JSON, holds NaN, or has more than 1 MiB as JSON."""
+    """Returns `value` itself. Raises BadScore if `value` is no dict of plain JSON, or has NaN or more than 1 MiB."""
     if not isinstance(value, dict):
         raise BadScore(f"an object is a dict, got {type(value).__name__}")
     try:
@@ -121,15 +122,15 @@ def checked_object(value: Any) -> dict[str, Any]:
 
 
 def check_call(function: Callable[..., Any], path: str, arguments: Sequence[str]) -> int:
-    """How many of `arguments`, the first ones, `function` is called with. The function's options do not count.
+    """Returns with how many of `arguments`, counted from the first, `function` is called.
 
-    All are given, with one exception. A reward (its arguments are completion, answer, prompt) may leave the prompt out:
-    it has two positional arguments, or its third has a default and another name than "prompt".
+    `arguments` are the names of the positional arguments that a call offers. All are given, with one exception. If they
+    are `REWARD`, the prompt is left out where the function has two positional arguments, or where its third has a
+    default and another name than "prompt". Keyword-only arguments are options and do not count.
 
-    `arguments` are the names of the positional arguments that a call offers; `path`, "module:function", is for the
-    message. A function without a signature, as some builtin functions are, passes. Raises ValueError if the function
-    cannot be called so, if its `completion` or `prompt` stands in another place, or if it takes `completions` or
-    `prompts`: it would expect lists, as TRL's rewards do.
+    `path`, "module:function", is for the message. A function without a signature, as some builtin functions are, gets
+    all. Raises ValueError if the function cannot be called so, if its `completion` or `prompt` stands in another place,
+    or if it takes `completions` or `prompts`: it would expect lists, as TRL's rewards do.
     """
     try:
         signature = inspect.signature(function)

@@ -41,18 +41,18 @@ FORMATS: dict[str, Callable[[str], bool]] = {
 
 
 def format_match(completion: str, *, pattern: str = "answer_line") -> float:
-    """1.0 if the completion has the form named `pattern`, else 0.0. "answer_line": the last line begins with "Answer:",
-    and text follows. "boxed": the completion contains "\\boxed{". "number": a whole number, alone or after the first
-    "#", with its sign before or after it. "think": the completion begins with "<think>", and text follows the first
-    "</think>". Raises ValueError if the pattern is unknown."""
+    """Returns 1.0 if the completion has the form named `pattern`, else 0.0. "answer_line": the last line begins with
+    "Answer:", and text follows. "boxed": the completion contains "\\boxed{". "number": the completion, or what follows
+    its first "#", is a whole number, its sign before or after it. "think": the completion begins with "<think>", and
+    text follows the first "</think>". Raises ValueError if the pattern is unknown."""
     if pattern not in FORMATS:
         raise ValueError(f"unknown format {pattern!r}; known: {', '.join(FORMATS)}")
     return float(FORMATS[pattern](completion))
 
 
 def length_penalty(lengths: np.ndarray, *, limit: int) -> np.ndarray:
-    """-n / limit, f32[N]: from 0 to -1 within the limit of tokens, below -1 beyond. `lengths`, i32[N], has the number
-    n of tokens of each completion. Raises ValueError if `limit` is below 1."""
+    """Returns -n / limit, f32[N]: from 0 to -1 within the limit of tokens, below -1 beyond. `lengths`, i32[N], has the
+    number n of tokens of each completion. Raises ValueError if `limit` is below 1."""
     if limit < 1:
         raise ValueError(f"length limit must be >= 1 token, got {limit}")
     return -np.asarray(lengths, np.float32) / np.float32(limit)
@@ -80,19 +80,19 @@ def overlong_penalty(lengths: np.ndarray, *, limit: int, buffer: int) -> np.ndar
 
 @dataclasses.dataclass(frozen=True)
 class Verifier:
-    """A function (completion, answer) -> score, or what takes its place, and how to call it.
+    """A function (completion, answer) -> score, or what takes its place, and how it is called.
 
     A score of at least 1 is right; with the config's `rewards.right_above`, a score above that number.
 
     Attributes:
       path: "module:function".
       pooled: the function runs in processes that can be killed, because its code may hang, exhaust memory or execute
-        its input. Other verifiers only compare strings, in a time that the length of their input bounds.
+        its input. This package's other functions compare strings, in a time that the length of their input bounds.
       wrong: score of a wrong answer, and of an answer on which the verifier fails.
-      sees_prompt: the function also takes the prompt, as its third argument.
+      sees_prompt: the function is offered the prompt, as its third argument.
       read, equal: "module:function" of two functions of the pool, which majority votes need where equal answers have no
-        normal form. `read` takes a completion and returns {"answer": text or None}. `equal` takes two answers, and
-        returns 1 if both are equal, else 0. "": `extraction.extract_answer` writes equal answers alike.
+        normal form. `read` takes a completion and returns {"answer": text or None}. `equal` takes two completions, and
+        returns 1 if their answers are equal, else 0. "": `extraction.extract_answer` writes equal answers alike.
       function: the function that a Python program handed over under the name `path`; None: it is loaded from `path`.
     """
 
@@ -106,11 +106,11 @@ class Verifier:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The names of the function's arguments: completion, answer and, if `sees_prompt`, prompt. All are strings."""
+        """The names of the arguments that the function is offered: completion, answer and, if `sees_prompt`, prompt."""
         return REWARD if self.sees_prompt else REWARD[:2]
 
     def load(self) -> Callable[..., Any]:
-        """`function` if there is one, else the function imported from `path`. Raises ValueError if this fails."""
+        """Returns `function` if there is one, else the function imported from `path`. Raises as `callables.load`."""
         return load(self.path, "reward") if self.function is None else self.function
 
 
@@ -165,14 +165,13 @@ NO_FUNCTIONS: Functions = MappingProxyType({})
 
 
 def resolve(name: str, functions: Functions = NO_FUNCTIONS) -> Verifier | None:
-    """The verifier called `name`, or a user's own function "module:function"; None if `name` is neither.
+    """Returns the verifier called `name`, or that of a user's own "module:function"; None if `name` is neither.
 
     A user's function is called with the strings (completion, answer, prompt), or (completion, answer) if it takes two,
-    and with its options as keywords. It returns a number: at least 1 is right, 0 and -1 are wrong, other numbers are
-    grades. A function named by "module:function" is not imported here. It runs in a worker process, where it cannot
-    write files, start processes or use the network. A function in `functions`, which a Python program handed over under
-    a name, runs in that program and may do all of this. Raises ValueError if a function in `functions` takes other
-    arguments.
+    and with its options as keywords. It returns a number: 1 is right, 0 and -1 are wrong, other numbers are grades. A
+    function named by "module:function" is not imported here. It runs in a worker process, where it cannot write files,
+    start processes or use the network. A function in `functions`, which a Python program handed over under a name, runs
+    in that program and may do all of this. Raises ValueError if a function in `functions` takes other arguments.
     """
     if name in functions:
         function = functions[name]
@@ -183,15 +182,15 @@ def resolve(name: str, functions: Functions = NO_FUNCTIONS) -> Verifier | None:
 
 
 def paths(names: Iterable[str]) -> list[str]:
-    """The "module:function" of each verifier among the reward's parts `names`, sorted and without repetition. Shaping
-    terms ("format", "length", "overlong") are left out. "by_source" stands for all of `VERIFIERS`."""
+    """Returns the "module:function" of each verifier among the reward's parts `names`, sorted and without repetition.
+    Shaping terms ("format", "length", "overlong") are left out. "by_source" stands for all of `VERIFIERS`."""
     found = {v for name in names for v in (VERIFIERS.values() if name == BY_SOURCE else [resolve(name)]) if v}
     return sorted(verifier.path for verifier in found)
 
 
 def name_for_source(source: str) -> str:
-    """The name of the verifier for problems of the data set or task `source`; "exact" for "reasoning_gym/…". Raises
-    ValueError if the source is unknown."""
+    """Returns the name of the verifier for problems of the data set or task `source`; "exact" for "reasoning_gym/…".
+    Raises ValueError if the source is unknown."""
     if source.startswith("reasoning_gym/"):
         return "exact"
     if source not in SOURCES:
@@ -212,7 +211,7 @@ def check(
     is right (None: the first verifier): if its score is above `right_above` (None: at least 1). Raises ValueError if a
     part is unknown, an option is unknown, missing, out of its range or for a part without a weight, a weight is not
     within ±1e6, no part is a verifier, `accuracy` is not a verifier among the parts, or the judge decides accuracy
-    without `right_above`.
+    without `right_above`. Options of "math_verify" and "module:function" are not checked.
     """
     for name in {**weights, **options}:
         if name not in weights:
@@ -235,19 +234,19 @@ def check(
 
 
 def deciding_part(weights: Mapping[str, float], accuracy: str | None) -> str:
-    """The name of the part that decides accuracy: `accuracy`, or if None the first verifier of `weights`."""
+    """Returns the name of the part that decides accuracy: `accuracy`, or if None the first verifier of `weights`."""
     return accuracy or next(filter(is_verifier, weights))
 
 
 def needs_answers(weights: Mapping[str, float]) -> bool:
-    """Whether a part compares completions with reference answers. Such parts are "by_source" and the verifiers that do
-    not see the prompt. Other verifiers may do without an answer."""
+    """Tells whether a part compares completions with reference answers. Such parts are "by_source" and the verifiers
+    that do not see the prompt. Other verifiers may do without an answer."""
     verifiers = {name: resolve(name) for name in weights if is_verifier(name)}
     return any(verifier is None or not verifier.sees_prompt for verifier in verifiers.values())
 
 
 def is_verifier(name: str) -> bool:
-    """Whether `name` is "by_source", a name in `VERIFIERS`, or has the form "module:function". Imports nothing."""
+    """Tells whether `name` is "by_source", in `VERIFIERS`, or has the form "module:function". Imports nothing."""
     return name == BY_SOURCE or resolve(name) is not None
 
 
