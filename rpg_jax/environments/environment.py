@@ -45,7 +45,7 @@ class Posed:
 
     @property
     def messages(self) -> list[Message]:
-        """The system turn, if any, and `prompt` as the user's turn."""
+        """The messages of the prompt: the system turn, if any, and `prompt` as the user's turn."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": self.prompt}]
 
@@ -56,7 +56,7 @@ class Turn:
 
     Attributes:
       observation: what the policy reads next: messages, or a text, which is a user's message. Ignored if `done`.
-      reward: of the turn, within ±1e6; a completion's reward is the sum over its turns.
+      reward: the reward of the turn, within ±1e6; a completion's reward is the sum over its turns.
       done: the conversation is over.
     """
 
@@ -71,7 +71,7 @@ class Environment(Protocol):
     them, and another process may replace a process that was killed. Each method may be a coroutine function."""
 
     def reset(self, problem: Posed) -> Sequence[Message] | Awaitable[Sequence[Message]]:
-        """Opens the conversation: the messages of the prompt, at least one. The last one is not the assistant's."""
+        """Returns the messages of the prompt, at least one. The last one is not the assistant's."""
         ...
 
     def step(self, problem: Posed, messages: Sequence[Message], completion: str) -> Turn | Awaitable[Turn]:
@@ -108,9 +108,9 @@ class Declaration:
     handed: Any = dataclasses.field(default=None, compare=False)
 
     def make(self, options: Mapping[str, Any]) -> Environment:
-        """Returns a new environment, made with `options` as keywords; if `handed` is an object, the object itself.
-        Raises ValueError if `path` cannot be imported, `options` do not fit, or `reset(problem)` or `step(problem,
-        messages, completion)` is missing."""
+        """Returns a new environment, made with `options` as keywords; or `handed`, if `handed` is an object. An object
+        takes no options. Raises ValueError if `path` cannot be imported, `options` do not fit, or `reset(problem)` or
+        `step(problem, messages, completion)` is missing; and what the class itself raises."""
         factory = load(self.path, "environment") if self.handed is None else self.handed
         if not inspect.isclass(factory) and hasattr(factory, "step"):
             if options:
@@ -131,9 +131,9 @@ ENVIRONMENTS: dict[str, Declaration] = {
 
 
 def find(name: str, *, in_process: bool = False, handed: Handed = NOTHING) -> Declaration:
-    """The declaration of the environment `name`: in `handed`, in `ENVIRONMENTS`, or a user's own "module:name". Imports
-    nothing. With `in_process` the environment runs in the trainer's process; what is in `handed` always does. Raises
-    ValueError for a name without ":" that is unknown."""
+    """Returns the declaration of the environment `name`: a name in `handed` or in `ENVIRONMENTS`, or a user's own
+    "module:name". Imports nothing. With `in_process` the environment runs in the trainer's process; what is in `handed`
+    always does. Raises ValueError for a name without ":" that is unknown."""
     if name in handed:
         return Declaration(name, pooled=False, handed=handed[name])
     if name not in ENVIRONMENTS and ":" not in name:
@@ -143,7 +143,7 @@ def find(name: str, *, in_process: bool = False, handed: Handed = NOTHING) -> De
 
 
 def _checked_environment(environment: Any, path: str) -> Environment:
-    """`environment` itself. Raises ValueError if a method of `METHODS` is missing or takes other arguments."""
+    """Returns `environment` itself. Raises ValueError if a method of `METHODS` is missing or takes other arguments."""
     for name, arguments in METHODS.items():
         function = getattr(environment, name, None)
         called = f"{name}({', '.join(arguments)})"
@@ -157,8 +157,8 @@ def _checked_environment(environment: Any, path: str) -> Environment:
 
 
 def checked_messages(value: Any) -> list[dict[str, Any]]:
-    """`value`, a sequence of messages, as a list of new dicts with the same keys. Raises BadScore for another value,
-    for a message without a role of `ROLES` or without a text as content, and for a content that UTF-8 cannot hold."""
+    """Returns `value`, a sequence of messages, as a list of new dicts with the same keys. Raises BadScore for another
+    value, a message without a role of `ROLES` or a text as content, and a content that UTF-8 cannot hold."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
         raise BadScore(f"messages are a list, got {type(value).__name__}")
     for message in value:
@@ -175,9 +175,9 @@ def checked_messages(value: Any) -> list[dict[str, Any]]:
 
 
 def checked_turn(value: Any) -> dict[str, Any]:
-    """The `Turn` `value` as {"observation": messages, "reward": float, "done": bool}; no messages if it is done. Raises
-    BadScore for another value, for a field of another type, for a reward that is not within ±1e6, and for a turn that
-    is not done and has no message."""
+    """Returns the `Turn` `value` as {"observation": messages, "reward": float, "done": bool}; [] as messages if done.
+    Raises BadScore for another value, for a field of another type, for a reward that is not within ±1e6, and for a turn
+    that is not done and has no message. A text, also "", is a message."""
     if not isinstance(value, Turn):
         raise BadScore(f"step returns a Turn(observation, reward, done), got {type(value).__name__}")
     if not isinstance(value.done, bool):
@@ -192,19 +192,20 @@ def checked_turn(value: Any) -> dict[str, Any]:
 
 class WorkerEnvironment:
     """Makes the environment at `path`, "module:Class", with `options` as keywords, and calls it with plain JSON. This
-    runs in a worker process. A coroutine is awaited. What the environment raises goes to the caller, as does BadScore
-    for a result of another form."""
+    runs in a worker process. A coroutine is awaited. Each method raises what the environment raises, and BadScore for a
+    result of another form."""
 
     def __init__(self, path: str, options: Mapping[str, Any]):
         self._environment = Declaration(path).make(options)
 
     def reset(self, problem: dict[str, str]) -> dict[str, Any]:
-        """Begins a conversation by the user's `reset`, and waits: {"messages": the checked messages of the prompt}.
-        `problem` has the fields of `Posed`. Raises BadScore for other messages, and what the user's code raises."""
+        """Begins a conversation by the user's `reset`, and waits. Returns {"messages": the messages of the prompt}.
+        `problem` has the fields of `Posed`."""
         return self._called("reset", problem)
 
     def step(self, problem: dict[str, str], messages: list, completion: str) -> dict[str, Any]:
-        """The answer to a turn of the policy, {"observation": messages, "reward": float, "done": bool}."""
+        """Returns the answer to the turn `completion`, {"observation": messages, "reward": float, "done": bool}.
+        `problem` has the fields of `Posed`; `messages` are the conversation before the turn."""
         return self._called("step", problem, messages, completion)
 
     def _called(self, name: str, problem: dict[str, str], *others: Any) -> dict[str, Any]:
@@ -213,8 +214,8 @@ class WorkerEnvironment:
 
 
 async def call(environment: Environment, name: str, problem: dict[str, str], *others: Any) -> dict[str, Any]:
-    """Calls a method of an environment in this process: a coroutine function here, another in a thread of its own.
-    `name` is "reset", with the result {"messages": messages}, or "step", with the further arguments messages and
+    """Calls a method of an environment in this process: a coroutine function in the running event loop, another method
+    in a new thread. `name` is "reset", with the result {"messages": messages}, or "step", with `others` messages and
     completion and the result {"observation": messages, "reward": float, "done": bool}. `problem` has the fields of
     `Posed`. If the call is cancelled, as at a deadline, the thread runs on until the method returns. Raises BadScore
     for a result of another form, and what the method raises; RuntimeError in place of SystemExit in a thread."""
@@ -252,7 +253,7 @@ Player = Callable[[Sequence[str]], str]
 def play(
     environment: Environment, problem: Posed, player: Player, *, turns: int
 ) -> tuple[list[Message], float, list[Message]]:
-    """Plays one conversation of at most `turns` turns. The environment's methods must not be coroutine functions.
+    """Plays one conversation of at most `turns` >= 1 turns. The environment's methods must not be coroutine functions.
     `player` gets the texts of the observations so far, and returns its next turn. Returns (the messages with which the
     environment opens; the sum of the rewards; the messages after the opening, of which the first and the last are the
     player's, with the role "assistant"). Raises BadScore if `reset` or `step` returns something of another form."""

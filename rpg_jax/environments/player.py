@@ -25,11 +25,11 @@ class Player:
 
     Args:
       stage: asks the environment.
-      decode: tokens to text, without special tokens.
-      observations: messages to tokens.
+      decode: turns tokens into text, without special tokens.
+      observations: turns messages into tokens.
       problems: the problems of the request's prompts, in the order of the prompts.
-      max_turns: turns of the policy in a conversation; the last turn gets a reward and no observation.
-      turn_tokens: tokens of a turn.
+      max_turns: the most turns of the policy in a conversation; the last turn gets a reward and no observation.
+      turn_tokens: the most tokens of a turn, for the rollout, which cuts a longer turn.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Player:
 
     def respond(self, place: int, index: int, tokens: np.ndarray, finish_reason: FinishReason) -> Future[Reply]:
         """Begins the reply to a turn of completion `index` of prompt number `place`, in a thread. Returns at once.
-        `tokens`, i32[n], are of the turn. With `finish_reason` "stop" the last one is a stop token; with "length" a
-        limit has cut the turn, which still gets a reward, and the conversation ends. The future never raises. Its reply
-        has the tokens of the observation, or None if the conversation is over, the reward, and the kind of an error."""
+        `tokens`, i32[n], are those of the turn. With `finish_reason` "stop" the last one is a stop token; with "length"
+        a limit has cut the turn, which still gets a reward, and the conversation ends. The future never raises. Its
+        reply has the tokens of the observation (None if the conversation is over), the reward, and an error's kind."""
         return self._stage.submit(self._reply, (place, index), tokens, finish_reason)
 
     def check(self) -> None:
-        """Raises the first exception of the thread, if any: the environment cannot be made, or always fails."""
+        """Raises the first exception of the threads, if any: the environment cannot be made, or always fails."""
         if self._fault is not None:
             raise self._fault
 
@@ -92,8 +92,8 @@ class Observations:
 
     With a chat template the tokens are the rest of the assistant's message after the stop token, the messages, and the
     generation prompt. Earlier turns are not rendered again, so a template cannot leave out their thoughts, and the
-    context only grows. Without a template the contents are encoded as they are. `thinking` is the template's
-    `enable_thinking`. Raises ValueError if the chat template does not take an assistant's message.
+    context only grows. Without a template the contents are joined and encoded as they are. `thinking` is the template's
+    `enable_thinking`. Raises ValueError if the chat template refuses or leaves out an assistant's message.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, thinking: bool):
@@ -105,7 +105,7 @@ class Observations:
             self._closing = ids[: ends[0] + 1] if ends else []
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
-        """The tokens i32[m], m >= 1. Raises ValueError if the template refuses the messages, or they have no token."""
+        """Returns the tokens i32[m], m >= 1. Raises ValueError if the template fails, or there is no token."""
         if self._tokenizer.chat is None:
             ids = self._tokenizer.encode("".join(message["content"] for message in messages))
         else:

@@ -32,11 +32,11 @@ _TOGETHER = 64  # problems that one thread opens
 
 
 class Stage(contextlib.AbstractContextManager["Stage"]):
-    """An environment with its options, and threads that ask it. Close it, or use it as a context, to end them.
+    """An environment with its options, and threads that ask it. Close it, or use it as a context, to end the threads.
 
-    Each thread has a worker process of its own, which starts at the first call. A call that hangs delays the next
-    calls of its thread until the deadline, and no other calls. An environment that is not pooled is made here at once,
-    and asked in this process.
+    There are as many worker processes as threads; they start when calls need them. A call that hangs holds one thread
+    and one process until the deadline, and the others go on. An environment that is not pooled is made here at once,
+    and asked in this process, by up to 64 threads.
 
     Args:
       declaration: says where the environment is, and whether it runs in worker processes (is pooled).
@@ -44,7 +44,7 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
       workers: number of processes; by default one per CPU, at most 8.
       deadline_s: seconds that a call may take.
 
-    Raises ValueError if the environment runs in this process and cannot be made.
+    Raises as `Declaration.make` does, if the environment runs in this process.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
         self._first = FirstFailures(f"environment.name={self.name}", "turn")
 
     def opened(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Waits for `reset` on each problem, and returns the problems in order, with its messages as `messages` where
-        they are not those of the problem's own prompt. Raises ValueError if `reset` fails on a problem, or the
-        environment cannot be made, and ChildProcessError if the worker processes do not start."""
+        """Waits for `reset` on each problem, and returns the problems in order. The messages of `reset` are `messages`
+        of the problem, unless they are equal to the problem's own opening. Raises ValueError if `reset` fails on a
+        problem, or the environment cannot be made, and ChildProcessError if the worker processes do not start."""
         chunks = [problems[i : i + _TOGETHER] for i in range(0, len(problems), _TOGETHER)]
         return [problem for opened in self._threads.map(self._open, chunks) for problem in opened]
 
@@ -80,7 +80,7 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
 
         `messages` are the conversation before the turn, those of `reset` first, and `completion` is the turn without
         its stop token. Returns a verdict with the value {"observation": messages, "reward": float, "done": bool}, or
-        with the kind of error. After a deadline, a crash, a lack of memory or an OSError it asks again, once.
+        with the kind of error. After a deadline, a crash, a lack of memory or an OSError, `step` asks again, once.
 
         Raises:
           ValueError: the environment cannot be made, or every turn of its first 16 problems has failed.
@@ -100,11 +100,12 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
         return verdict
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Begins a call of a function, which may call `step`, in a thread of this stage, and returns its future."""
+        """Begins the call `function(*arguments)` in a thread of this stage, and returns its future. `function` may call
+        `step`. After `close` this raises RuntimeError."""
         return self._threads.submit(function, *arguments)
 
     def close(self) -> None:
-        """Waits for current calls, then ends the worker processes. Cancels calls to come, and those in this process."""
+        """Cancels calls that have not begun, and calls in this process. Waits for others, and ends the processes."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._own is not None:
             self._own[0].close()
@@ -134,7 +135,7 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
             self._pools.put(pool)
 
     def _started(self) -> WorkerPool:
-        """A pool of a single process."""
+        """Returns a new pool of a single process."""
         functions = {f"{_WORKER}.{name}": arguments for name, arguments in METHODS.items()}
         made = {_WORKER: {"path": self._declaration.path, "options": self._options}}
         return WorkerPool(functions, made=made, size=1, deadline_s=self._deadline_s)

@@ -36,7 +36,7 @@ _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 class ToolUse:
     """Answers a turn with tool calls by the results of the calls. The first turn without a call is the final answer.
 
-    The first message describes the tools to the chat template. The result of a call that cannot be made is an error.
+    The first message describes the tools to the chat template. A call that cannot be made gets a text "error: …".
 
     Args:
       tools: options by the name of a tool: "calculator", or "module:name" of a function, or of a class that the
@@ -61,12 +61,12 @@ class ToolUse:
         self._verifier, self._cost = found, float(cost)
 
     def reset(self, problem: Posed) -> Sequence[Message]:
-        """The problem's own messages; the first one has the descriptions of the tools under "tools"."""
+        """Returns the problem's own messages; the first one has the descriptions of the tools under "tools"."""
         first, *others = problem.messages
         return [{**first, "tools": [tool.description for tool in self._tools.values()]}, *others]
 
     def step(self, problem: Posed, messages: Sequence[Message], completion: str) -> Turn:
-        """A message of the role "tool" for each call in `completion`; without a call the score and the end."""
+        """Returns a message of the role "tool" for each call in `completion`; without a call the score and the end."""
         text, calls = parse(completion)
         if not calls:
             return Turn("", self._score(problem, text), True)
@@ -81,8 +81,8 @@ class ToolUse:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call that the model has written: `name` of the tool and `arguments` by name; or why the text is no call.
-    `error` is the reason, in words for the policy; None if the text is a call."""
+    """A call that the policy has written: `name` of the tool and `arguments` by name. If the text is no call, `error`
+    is the reason, in words for the policy; else None."""
 
     name: str = ""
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -92,8 +92,8 @@ class Call:
 def parse(completion: str) -> tuple[str, list[Call]]:
     """Returns (the text outside thoughts and calls, without blanks around it; the calls in order). A call is
     <tool_call>{"name": …, "arguments": {…}}</tool_call>. A call without the closing tag reaches to the end of the
-    completion. Text up to the last </think> is a thought, and its calls do not count. A block that is no JSON object of
-    this form is a `Call` with an `error`. The time is linear in the length."""
+    completion. Text up to the last </think> is a thought, and its calls do not count. A block with anything else than
+    such a JSON object is a `Call` with an `error`. The time is linear in the length."""
     text = completion.rpartition(_THOUGHTS)[2]
     return _BLOCK.sub("", text).strip(), [_call(block) for block in _BLOCK.findall(text)]
 
@@ -122,8 +122,8 @@ class Tool:
     Attributes:
       name: as the policy writes it.
       function: takes keywords and returns a text, or something that JSON can hold.
-      types: the annotation of each argument: str, int, float, bool, list or dict.
-      required: the arguments without a default.
+      types: the annotation of each argument by its name: str, int, float, bool, list or dict.
+      required: the names of the arguments without a default.
     """
 
     name: str
@@ -159,10 +159,10 @@ class Tool:
 
 
 def make_tool(name: str, options: Mapping[str, Any]) -> Tool:
-    """Imports and returns the tool `name`: "calculator" or "module:name". The policy knows it by the last part. At
-    "module:name" is a function, or a class (or a function that makes functions) that is called with `options` as
-    keywords. Its arguments are annotated with str, int, float, bool, list or dict. Raises ValueError if there is no
-    such tool, or an argument has no such annotation."""
+    """Imports and returns the tool `name`: "calculator", "module:function", or "module:name" of a class or a function
+    that makes the tool's function of the keywords `options`. The policy calls it by the part after ":". The tool's
+    arguments are annotated with str, int, float, bool, list or dict. Raises ValueError if there is no such tool, or an
+    argument has no such annotation."""
     if name not in TOOLS and ":" not in name:
         raise ValueError(f"unknown tool {name!r}; known: {', '.join([*TOOLS, 'module:name'])}")
     function = load(TOOLS.get(name, name), "tool")
@@ -179,7 +179,7 @@ def make_tool(name: str, options: Mapping[str, Any]) -> Tool:
 
 
 def _result(tools: Mapping[str, Tool], call: Call) -> str:
-    """The text that the policy reads after a call."""
+    """Returns the text that the policy reads after a call. "error: " begins the text of a call that failed."""
     if call.error is not None:
         return f"error: {call.error}"
     if call.name not in tools:
