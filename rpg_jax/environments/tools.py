@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from rpg_jax.environments.environment import Message, Posed, Turn
 from rpg_jax.rewards.callables import load
 from rpg_jax.rewards.expression import evaluate
+from rpg_jax.rewards.verdicts import check_call
 from rpg_jax.rewards.verifiers import BY_SOURCE, ENVIRONMENT, JUDGE, VERIFIERS, name_for_source, resolve
 
 TOOLS = {"calculator": "rpg_jax.environments.tools:calculator"}
@@ -45,7 +46,7 @@ class ToolUse:
         "environment", "by_source", or "module:function". The score is the reward of the last turn.
       cost: the reward of a turn with n calls is -n · cost.
 
-    Raises ValueError if a tool or the verifier is unknown, two tools have one name, or the verifier asks a server.
+    Raises ValueError as `make_tool` does, and if the verifier is unknown or asks a server, or two tools have one name.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class ToolUse:
 
     def _score(self, problem: Posed, text: str) -> float:
         verifier = self._verifier or VERIFIERS[name_for_source(problem.source)]
-        seen = (problem.prompt,) if verifier.sees_prompt else ()
-        return float(verifier.load()(text, problem.answer, *seen))
+        function, arguments = verifier.load(), (text, problem.answer, problem.prompt)
+        return float(function(*arguments[: check_call(function, verifier.path, verifier.arguments)]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,15 +162,18 @@ class Tool:
 def make_tool(name: str, options: Mapping[str, Any]) -> Tool:
     """Imports and returns the tool `name`: "calculator", "module:function", or "module:name" of a class or a function
     that makes the tool's function of the keywords `options`. The policy calls it by the part after ":". The tool's
-    arguments are annotated with str, int, float, bool, list or dict. Raises ValueError if there is no such tool, or an
-    argument has no such annotation."""
+    arguments are annotated with str, int, float, bool, list or dict. Raises ValueError if there is no such tool, the
+    options do not make one, or an argument has no such annotation."""
     if name not in TOOLS and ":" not in name:
         raise ValueError(f"unknown tool {name!r}; known: {', '.join([*TOOLS, 'module:name'])}")
     function = load(TOOLS.get(name, name), "tool")
-    if inspect.isclass(function) or options:
-        function = function(**options)
+    try:
+        if inspect.isclass(function) or options:
+            function = function(**options)
+        parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    except TypeError as error:
+        raise ValueError(f"the tool {name!r} with the options {dict(options)}: {error}") from error
     called = function if inspect.isroutine(function) else type(function).__call__
-    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     hints = typing.get_type_hints(called)
     types = {p.name: hints.get(p.name) for p in parameters}
     if strange := [argument for argument, kind in types.items() if kind not in _TYPES]:

@@ -124,3 +124,22 @@ def test_a_tool_without_annotations_is_refused():
 
 def call_me(x):
     return x
+
+
+@pytest.mark.parametrize("options", [{"x": 1}, {"expression": "1+1"}])
+def test_options_that_make_no_tool_are_named(options):
+    with pytest.raises(ValueError, match="the tool 'calculator' with the options {'"):
+        make_tool("calculator", options)
+
+
+def test_a_verifier_of_ones_own_may_leave_the_prompt_out():
+    for name in ("two", "three"):
+        assert ToolUse(verifier=f"tests.environments.test_tools:{name}").step(POSED, [], "85").reward == 1.0
+
+
+def two(completion, answer):
+    return completion == answer
+
+
+def three(completion, answer, prompt):
+    return prompt == POSED.prompt and completion == answer
