@@ -59,8 +59,7 @@ P = TypeVar("P", Group, Example)
 
 
 class Place(NamedTuple):
-    """The place of a completion: the entries first … first + length − 1 of row `row` of the arrays [B, C] of the
-    micro-batch with number `micro_batch`."""
+    """The place of a completion: entries first … first + length − 1 of row `row` of [B, C] of a micro-batch."""
 
     micro_batch: int
     row: int
@@ -150,8 +149,7 @@ def pack(
     hold the group, it is split. Packing puts rows of similar length side by side. So every M-th row of a mini-batch
     goes to the same one of its M micro-batches, which all get long and short rows. Their last rows may be padding.
 
-    Tokens that an environment wrote are in the rows with mask 0. Completions that are not `counted` in their group are
-    in the rows with mask 0, too.
+    Tokens that an environment wrote, and completions that their group does not count (`counted`), have mask 0.
 
     Args:
       groups: P prompts with their completions.

@@ -25,8 +25,7 @@ class Reading:
     Attributes:
       template: prompt template, by its name in `prompts.TEMPLATES` or as a text with {question}. None keeps the prompts
         of official rows and of `messages`, and puts other questions into the paper's template.
-      source: the problems' source; None takes the row's "source" or "data_source", else "unnamed" (an official row must
-        have "data_source").
+      source: the problems' source; None: the row's "source" or "data_source" (official rows need it), else "unnamed".
       shape: reads (question, answer) from a row; None: the row has one of the three forms that `read_row` describes.
     """
 
@@ -274,8 +273,7 @@ def olympiad_shape(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def countdown_shape(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns (question in words, JSON {"numbers", "target"}) of the row's "nums" and "target", whole numbers. Raises
-    BadRow without them."""
+    """Returns (question in words, JSON {"numbers", "target"}) of "nums" and "target". Raises BadRow without them."""
     numbers, target = row.get("nums"), row.get("target")
     if not isinstance(numbers, list) or not all(isinstance(n, int) for n in numbers) or not isinstance(target, int):
         raise BadRow("'nums' must be whole numbers and 'target' one")

@@ -147,9 +147,8 @@ def open_source(name: str, *, count: int, seed: int) -> tuple[Reading, Rows]:
 
 
 def file_rows(path: Path) -> list[Any]:
-    """Returns the unchanged rows of a .parquet, .jsonl or .json file, or of a folder's .parquet and .jsonl files in the
-    order of their names. Raises ValueError for another suffix, an empty or damaged file, a folder without such files
-    and a row that does not parse; FileNotFoundError if `path` does not exist."""
+    """Returns the unchanged rows of a .parquet, .jsonl or .json file, or of a folder's .parquet and .jsonl files, by
+    name. Raises ValueError for other, empty and damaged files and broken rows, FileNotFoundError without a file."""
     found = list(_files(path))
     if bad := [f"{where}: {row}" for where, row in found if isinstance(row, BadRow)]:
         raise ValueError(bad[0])
@@ -240,8 +239,7 @@ def _hub(data: HubDataset) -> Rows:
 
 
 def _reasoning_gym(task: str, count: int, seed: int) -> Rows:
-    """Yields questions and answers of a generator, not its scorers, as some execute what the model wrote. Raises
-    ValueError if the library is not installed or the task is unknown."""
+    """Yields questions and answers of a generator. Its scorers are not used: some execute what the model wrote."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS

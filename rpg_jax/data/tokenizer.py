@@ -312,8 +312,7 @@ class IncrementalDecoder:
         return text
 
     def flush(self) -> str:
-        """Returns the rest of the text, once all ids were pushed. An unfinished character becomes U+FFFD. Forgets the
-        ids: the next `push` begins a new text."""
+        """Returns the rest of the text, with U+FFFD for an unfinished character. The next `push` begins a new text."""
         text = self._new_text()
         self._ids, self._emitted = [], 0
         return text

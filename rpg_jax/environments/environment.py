@@ -199,8 +199,7 @@ class WorkerEnvironment:
         self._environment = Declaration(path).make(options)
 
     def reset(self, problem: dict[str, str]) -> dict[str, Any]:
-        """Begins a conversation by the user's `reset`, and waits. Returns {"messages": the messages of the prompt}.
-        `problem` has the fields of `Posed`."""
+        """Begins a conversation. Returns {"messages": messages of the prompt}. `problem` has the fields of `Posed`."""
         return self._called("reset", problem)
 
     def step(self, problem: dict[str, str], messages: list, completion: str) -> dict[str, Any]:

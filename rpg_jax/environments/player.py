@@ -20,8 +20,7 @@ _BEFORE = ({"role": "user", "content": _ASKED}, {"role": "assistant", "content":
 class Player:
     """Answers the turns of a rollout: keeps each conversation's messages, asks the environment, encodes its messages.
 
-    A failure of the environment ends one conversation, and the reply has the kind of error. `check` raises a fault that
-    concerns all conversations.
+    A failure of the environment ends one conversation, and the reply has the kind of error; see `check` for others.
 
     Args:
       stage: asks the environment.

@@ -100,8 +100,7 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
         return verdict
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Begins the call `function(*arguments)` in a thread of this stage, and returns its future. `function` may call
-        `step`. After `close` this raises RuntimeError."""
+        """Begins function(*arguments), which may call `step`, in a thread of this stage. Returns the call's future."""
         return self._threads.submit(function, *arguments)
 
     def close(self) -> None:

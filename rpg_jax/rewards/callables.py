@@ -184,8 +184,7 @@ class Background:
         self._thread.start()
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Starts the coroutine in the loop, and returns at once. The future gets the result or the exception. After
-        `close` this raises RuntimeError."""
+        """Starts the coroutine in the loop, and returns at once. The future gets the result or the exception."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:

@@ -4,8 +4,7 @@ A process group does not hold a process that calls `setsid`. On Linux a verifier
 own, the keeper, which ends with it and ends all that descends from it. Where the system allows it, the verifier works
 in a PID namespace: the kernel ends the namespace as one, and the verifier cannot signal a process outside of it.
 Elsewhere on Linux the keeper is a subreaper: it inherits every process that lost its parent. A verifier that kills its
-keeper through the C library can then leave a process behind. Systems other than Linux have neither, and only the
-process group ends.
+keeper through the C library can then leave a process behind. Other systems have neither: only the process group ends.
 
 Sources: pid_namespaces(7), PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG in prctl(2).
 """

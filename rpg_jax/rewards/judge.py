@@ -123,8 +123,7 @@ class Server:
             return failure(error)
 
     def _graded(self, text: str) -> float:
-        """Returns the number in a reply's last line ("8", "8/10", "Score (0-10): 8") as a share of the scale. Raises
-        BadScore if there is none, or it is not within the scale."""
+        """Returns the number in a reply's last line (8, 8/10, Score (0-10): 8), divided by `scale`. Raises BadScore."""
         lines = [line for line in text.rpartition("</think>")[2].splitlines() if line.strip()]
         found = _NUMBER.search(lines[-1].rpartition(":")[2]) if lines else None
         if found is None:

@@ -207,8 +207,8 @@ class _Process:
         return self._process.poll() is not None or self._read() or bool(self._received)
 
     def poll(self) -> Verdict | None:
-        """Moves bytes without blocking. Returns the verdict once the task has ended or failed, until then None. Raises
-        _Lost if the process has failed before it was ready, and ValueError if it cannot load a function."""
+        """Moves bytes without blocking. Returns the verdict once the task has ended or failed, before then None. Raises
+        _Lost if the process fails before it is ready, and ValueError if it cannot load a function."""
         try:
             if self.unsent:
                 self.unsent = self.unsent[os.write(self.tasks_fd, self.unsent) :]
@@ -235,8 +235,8 @@ class _Process:
         return not data
 
     def _interpret(self, line: bytes) -> Verdict | None:
-        """Returns the verdict in a line, or None for the line "ready". A hostile completion may have written the line:
-        anything else is a crash. Raises ValueError for the line "failed"."""
+        """Returns the verdict in a line; None for "ready". A hostile completion may have written the line: another line
+        counts as a crash. Raises ValueError for "failed"."""
         try:
             message = dict(json.loads(line))
             if self.ready:

@@ -65,8 +65,7 @@ class Scores:
         verdict is a wrong answer's score. Failures of an environment are not counted here.
       failures: N items, the kind of error of the verdict that decides accuracy; None without an error.
       failed: N items, the kind of error if the machinery failed on a part or on the conversation (`verdicts.CHANCE`:
-        "timeout", "crash", "memory", "unreachable", "status"), else None. The update does not train on a completion
-        with a kind.
+        "timeout", "crash", "memory", "unreachable", "status"); else None, and only then the update may train on it.
     """
 
     rewards: np.ndarray
@@ -88,8 +87,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
     Args:
       reward: one part, or {part: weight}.
       options: keyword arguments by part, e.g. {"overlong": {"limit": 2048, "buffer": 512}}.
-      workers: number of processes for the verifiers that need processes; by default one per CPU, at most 8. They start
-        here, and with "by_source" when a problem first needs them.
+      workers: number of processes for verifiers that need processes; None: one per CPU, at most 8.
       deadline_s: seconds that a verifier in a process, or an async function, may take for one completion.
       accuracy: the part that decides accuracy; None: the first verifier.
       right_above: a completion is right if the deciding score is above this number; None: if the score is at least 1.
@@ -182,7 +180,6 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
 
     def answers(self, problems: Sequence[Scorable], texts: Sequence[Sequence[str]]) -> list[list[str | None]]:
         """Returns the answers in the completions of P problems, for majority votes. Reads no reference answer.
-
         `texts` has for each problem the texts of its completions. The result has an answer in the place of each text,
         or None where none is found. The verifier that decides accuracy says how answers are read (`extract_answer`; for
         "math_verify", worker processes read and compare them, which takes time). Equal answers to a problem are the

@@ -25,8 +25,7 @@ _FIRST_PROBLEMS = 16  # of fewer, all may by chance be unreadable for a verifier
 @dataclasses.dataclass(frozen=True)
 class Task:
     """One call of `function`: "module:function", or "module:Class.method" of an object that a worker process has made.
-    `arguments` are positional, `options` keywords, all JSON. `returns` tells what the function must return: "score", a
-    number, or "object", a dict."""
+    `arguments` are positional, `options` keywords, all JSON. `returns` is the result: a "score" or a dict, "object"."""
 
     function: str
     arguments: tuple[Any, ...]

@@ -2,8 +2,7 @@
 
 The text that it reads may attack it. Once the verifiers are imported, it gives up everything that they do not need:
 memory, files, processes, sockets, signals. An alarm, which needs no running Python, ends it when an import or a task
-overruns by far, even if the parent is gone. The parent's deadline and kill stop everything else. Its keeper ends what
-it leaves running.
+overruns by far, even if the parent is gone. The parent's deadline stops all else; the keeper ends what still runs.
 
 It ignores the signals that end a run. `systemctl stop` sends them to all processes of a service, while the parent still
 needs verdicts to finish its step.
