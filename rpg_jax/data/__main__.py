@@ -54,7 +54,7 @@ def inspect(options: argparse.Namespace, console: Console) -> None:
     """Prints counts by source, columns, lengths, bad rows and the first `options.examples` problems of the sources.
     With a config file, `options.config`, the config gives the sources and the template that the command line leaves
     out, and its environment opens the problems. The output then counts tokens too, and prompts and demonstrations that
-    are too long. Raises ValueError without sources, for overrides without a config, and as `load` and the config do."""
+    are too long. Raises ValueError without sources, for a wrong config or overrides without one, and as `load` does."""
     seen = None
     if options.config is not None:
         from rpg_jax.runs import experiment  # loads JAX: inspecting without a config need not wait for it

@@ -146,7 +146,7 @@ def _joined(context: Context, items: Iterable[Any]) -> str:
 
 
 def _size(operator: str, left: Any, right: Any) -> float:
-    """Returns about the length of a result. For whole numbers: infinity if it may exceed `_BITS` bits, else 0."""
+    """Estimates the length of a result. For whole numbers: infinity if it may have more than `_BITS` bits, else 0."""
     numbers = [x for x in (left, right) if isinstance(x, int)]
     if len(numbers) == 2:
         bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()

@@ -144,7 +144,7 @@ def pack(
     """Packs groups into rows of one shape, and returns them as micro-batches.
 
     Every U-th group goes to the same mini-batch, so that a shortage of groups is spread over all U mini-batches. With
-    `shape.packed` the longest completion of a mini-batch comes first, and each completion goes into the first row with
+    `shape.packed` the longest completion with its prompt comes first, and each completion goes into the first row with
     room. With `shape.shared` too, a prompt with all its completions goes into the first row with room; if no row can
     hold the group, it is split. Packing puts rows of similar length side by side. So every M-th row of a mini-batch
     goes to the same one of its M micro-batches, which all get long and short rows. Their last rows may be padding.

@@ -25,7 +25,7 @@ class Reading:
     Attributes:
       template: prompt template, by its name in `prompts.TEMPLATES` or as a text with {question}. None keeps the prompts
         of official rows and of `messages`, and puts other questions into the paper's template.
-      source: the problems' source; None: the row's "source" or "data_source" (official rows need it), else "unnamed".
+      source: the problems' source; None: the row's "source" or "data_source", which official rows need, else "unnamed".
       shape: reads (question, answer) from a row; None: the row has one of the three forms that `read_row` describes.
     """
 

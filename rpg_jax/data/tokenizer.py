@@ -207,7 +207,7 @@ class SentencePieceTokenizer(Tokenizer):
 class HuggingFaceTokenizer(Tokenizer):
     """The tokenizer of the tokenizer.json `file`, with the special tokens and the chat template of files beside it.
 
-    tokenizer_config.json names special tokens and a chat template; chat_template.jinja, if there, replaces this one.
+    tokenizer_config.json names special tokens and a chat template, which chat_template.jinja replaces if it exists.
     generation_config.json names more stop tokens: Qwen's chat models have two. Without a padding token, `pad_id` is
     `eos_id`. Raises ValueError if a file is damaged, names a token that `file` lacks, or no stop token is named.
     """
@@ -283,7 +283,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _stops(generation: Mapping[str, Any]) -> list[int]:
-    """Returns the stop tokens that a generation_config.json names, maybe none. Raises ValueError for what is no id."""
+    """Returns the stop tokens that a generation_config.json names, maybe none. Raises ValueError if one is no id."""
     found = generation.get("eos_token_id")
     stops = found if isinstance(found, list) else [] if found is None else [found]
     if not all(type(stop) is int and stop >= 0 for stop in stops):
@@ -323,7 +323,7 @@ class IncrementalDecoder:
 
 
 def _content(token: Any) -> str | None:
-    """Returns the text of a special token in tokenizer_config.json, None for None. Raises ValueError for no text."""
+    """Returns the text of a special token in tokenizer_config.json, or None. Raises ValueError if it is no text."""
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str | None):
         raise ValueError(f"tokenizer_config.json is damaged: the special token {token!r} is no text")

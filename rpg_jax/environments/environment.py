@@ -214,9 +214,9 @@ class WorkerEnvironment:
 
 async def call(environment: Environment, name: str, problem: dict[str, str], *others: Any) -> dict[str, Any]:
     """Calls a method of an environment in this process: a coroutine function in the running event loop, another method
-    in a new thread. `name` is "reset", with the result {"messages": messages}, or "step", with `others` messages and
-    completion and the result {"observation": messages, "reward": float, "done": bool}. `problem` has the fields of
-    `Posed`. If the call is cancelled, as at a deadline, the thread runs on until the method returns. Raises BadScore
+    in a new thread. `name` is "reset", with the result {"messages": messages}, or "step", with messages and completion
+    as `others` and the result {"observation": messages, "reward": float, "done": bool}. `problem` has `Posed`'s fields.
+    If the call is cancelled, as at a deadline, the thread runs on until the method returns. Raises BadScore
     for a result of another form, and what the method raises; RuntimeError in place of SystemExit in a thread."""
     method, arguments = getattr(environment, name), (Posed(**problem), *others)
     if inspect.iscoroutinefunction(method):

@@ -20,7 +20,7 @@ _BEFORE = ({"role": "user", "content": _ASKED}, {"role": "assistant", "content":
 class Player:
     """Answers the turns of a rollout: keeps each conversation's messages, asks the environment, encodes its messages.
 
-    A failure of the environment ends one conversation, and the reply has the kind of error; see `check` for others.
+    A failure of the environment ends one conversation, and the reply has the kind of error. `check` raises others.
 
     Args:
       stage: asks the environment.
@@ -51,7 +51,7 @@ class Player:
         """Begins the reply to a turn of completion `index` of prompt number `place`, in a thread. Returns at once.
         `tokens`, i32[n], are those of the turn. With `finish_reason` "stop" the last one is a stop token; with "length"
         a limit has cut the turn, which still gets a reward, and the conversation ends. The future never raises. Its
-        reply has the tokens of the observation (None if the conversation is over), the reward, and an error's kind."""
+        reply has the tokens of the observation (None if the conversation is over), the reward, and the error."""
         return self._stage.submit(self._reply, (place, index), tokens, finish_reason)
 
     def check(self) -> None:

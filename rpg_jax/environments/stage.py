@@ -69,8 +69,8 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
         self._first = FirstFailures(f"environment.name={self.name}", "turn")
 
     def opened(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Waits for `reset` on each problem, and returns the problems in order. The messages of `reset` are `messages`
-        of the problem, unless they are equal to the problem's own opening. Raises ValueError if `reset` fails on a
+        """Waits for `reset` on each problem, and returns the problems in order. The messages of `reset` become
+        the problem's `messages`, unless they equal the problem's own opening. Raises ValueError if `reset` fails on a
         problem, or the environment cannot be made, and ChildProcessError if the worker processes do not start."""
         chunks = [problems[i : i + _TOGETHER] for i in range(0, len(problems), _TOGETHER)]
         return [problem for opened in self._threads.map(self._open, chunks) for problem in opened]
@@ -104,7 +104,7 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
         return self._threads.submit(function, *arguments)
 
     def close(self) -> None:
-        """Cancels calls that have not begun, and calls in this process. Waits for others, and ends the processes."""
+        """Cancels calls not begun and calls in this process, waits for the others, then ends the worker processes."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._own is not None:
             self._own[0].close()

@@ -26,7 +26,7 @@ T = TypeVar("T")
 def load(path: str, kind: str) -> Callable[..., Any]:
     """Imports the module of `path`, "module:name", and returns its function or class of that name. `kind` is the use of
     the function, for the messages: "reward", "environment", "tool", "task". Raises ValueError if the path has another
-    form, an import fails, or the module has no such function or class; and what else the module raises itself."""
+    form, an import fails, or there is no such function or class. Other errors of the module pass through."""
     module, _, name = path.partition(":")
     if not module or not name:
         raise ValueError(f"the {kind} {path!r} is not of the form module:name")

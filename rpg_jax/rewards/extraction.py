@@ -88,7 +88,7 @@ def boxed(completion: str, answer: str) -> float:
 def gsm8k(completion: str, answer: str) -> float:
     """Returns 1.0 if the last number directly after a "####" in the completion equals the reference number, else 0.0.
     Numbers are compared as decimals: "1,000.0" is 1000. Only the last 300 characters of the completion are read. The
-    reference `answer` is a number, or the data set's solution, which ends in "#### number"; else raises ValueError."""
+    reference `answer` is a number, or the data set's solution, which ends in "#### number"; ValueError otherwise."""
     reference = _number(answer.rpartition("####")[2])
     if reference is None:
         raise ValueError(f"reference answer without a number: {answer!r}")

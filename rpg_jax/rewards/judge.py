@@ -94,7 +94,7 @@ class Server:
             raise ValueError("judge.prompt must contain {completion}; {prompt}, {answer} and {scale} are filled in too")
 
     def body(self, items: Sequence[Item]) -> dict[str, Any]:
-        """Returns the JSON body of a request about `items`. `items` of a chat request is exactly one."""
+        """Returns the JSON body of a request about `items`. A chat request has exactly one item."""
         if self.kind == "score":
             completions, answers, prompts = (list(texts) for texts in zip(*items, strict=True))
             return {"model": self.model, "prompts": prompts, "completions": completions, "answers": answers}
@@ -123,7 +123,7 @@ class Server:
             return failure(error)
 
     def _graded(self, text: str) -> float:
-        """Returns the number in a reply's last line (8, 8/10, Score (0-10): 8), divided by `scale`. Raises BadScore."""
+        """Returns the last line's number (8, 8/10, Score (0-10): 8) / `scale`. Raises BadScore if not in [0, scale]."""
         lines = [line for line in text.rpartition("</think>")[2].splitlines() if line.strip()]
         found = _NUMBER.search(lines[-1].rpartition(":")[2]) if lines else None
         if found is None:
@@ -165,7 +165,7 @@ class Judge:
         return [verdicts[item] for item in items]
 
     def close(self) -> None:
-        """Cancels requests that have not begun, and does not wait for the others. `run` then fails on new items."""
+        """Cancels requests that have not begun, and waits for none. `run` then raises RuntimeError for new items."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _judged(self, batch: Sequence[Item]) -> list[Verdict]:

@@ -65,7 +65,7 @@ class Scores:
         verdict is a wrong answer's score. Failures of an environment are not counted here.
       failures: N items, the kind of error of the verdict that decides accuracy; None without an error.
       failed: N items, the kind of error if the machinery failed on a part or on the conversation (`verdicts.CHANCE`:
-        "timeout", "crash", "memory", "unreachable", "status"); else None, and only then the update may train on it.
+        "timeout", "crash", "memory", "unreachable", "status"); else None. The update trains on completions with None.
     """
 
     rewards: np.ndarray

@@ -25,7 +25,7 @@ _FIRST_PROBLEMS = 16  # of fewer, all may by chance be unreadable for a verifier
 @dataclasses.dataclass(frozen=True)
 class Task:
     """One call of `function`: "module:function", or "module:Class.method" of an object that a worker process has made.
-    `arguments` are positional, `options` keywords, all JSON. `returns` is the result: a "score" or a dict, "object"."""
+    `arguments` are positional, `options` keywords, all JSON. It `returns` a number ("score") or a dict ("object")."""
 
     function: str
     arguments: tuple[Any, ...]
@@ -121,7 +121,7 @@ def checked_object(value: Any) -> dict[str, Any]:
 
 
 def check_call(function: Callable[..., Any], path: str, arguments: Sequence[str]) -> int:
-    """Returns with how many of `arguments`, counted from the first, `function` is called.
+    """Returns how many of `arguments`, counted from the first, a call of `function` gets.
 
     `arguments` are the names of the positional arguments that a call offers. All are given, with one exception. If they
     are `REWARD`, the prompt is left out where the function has two positional arguments, or where its third has a

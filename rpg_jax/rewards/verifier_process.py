@@ -34,7 +34,7 @@ _denied: list[str] = []
 def main() -> None:
     """Works until standard input ends. The command's argument is JSON, an object with these keys: "functions":
     {"module:function": [names of its arguments]}; "made": {"module:Class": options}, the objects to make; "startup_s"
-    and "deadline_s": seconds for the imports and for a task. An alarm kills the process after some twice the time. The
+    and "deadline_s": seconds for the imports and for a task. An alarm kills the process after about twice the time. The
     first line written is {"ready": process id}; or {"failed": reason}, and then the process ends. A line read is a
     `Task` with an "id". Later lines written have the "id" with "score", "value", or "error" and "detail"."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

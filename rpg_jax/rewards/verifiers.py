@@ -59,7 +59,7 @@ def length_penalty(lengths: np.ndarray, *, limit: int) -> np.ndarray:
 
 
 def overlong_penalty(lengths: np.ndarray, *, limit: int, buffer: int) -> np.ndarray:
-    """Soft overlong punishment of DAPO, min(-(n - (L_max - B)) / B, 0) for a completion of n tokens, f32[N].
+    """Returns DAPO's soft overlong punishment, min(-(n - (L_max - B)) / B, 0) for a completion of n tokens, f32[N].
 
     It is 0 up to `limit - buffer` tokens, then falls linearly to -1 at `limit` tokens, and further beyond.
 
