@@ -104,7 +104,7 @@ def _counts(problems: Sequence[Problem], report: Report) -> rich.table.Table:
 
 
 def _columns(report: Report) -> rich.table.Table:
-    """A table of the columns that were read, with their meanings, and of the columns that were ignored."""
+    """Returns a table of the columns that were read, with their meanings, and of the columns that were ignored."""
     table = _table("columns", "read as", "column", "rows")
     for (meaning, column), rows in sorted(report.taken.items()):
         table.add_row(meaning, Text(column), str(rows))

@@ -20,15 +20,15 @@ class Problem:
     Attributes:
       prompt_id: stable index, below 2**31. The random numbers of a completion depend on the index, so the index must
         not depend on the order, the host or the number of problems asked for.
-      prompt: text of the user's turn.
+      prompt: text of the user's turn; may be empty if `messages` are given.
       answer: reference answer, in the form that the verifier reads; empty for a row with a demonstration and no answer.
       source: name of the task or data set.
       samples: completions that evaluation samples: the number of rows with this problem, or the sum of their `samples`.
       system: text of the system turn; empty for none.
       question: the problem without any template around it, if this text is known; else the prompt.
       demonstrations: completions to imitate in supervised training.
-      messages: the conversation that an environment opens with, in place of `system` and `prompt`. The first message
-        may have "tools" as well as role and content. Empty: the conversation opens with `system` and `prompt`.
+      messages: the conversation that an environment or a caller opens with, in place of `system` and `prompt`; empty
+        for these two. The first message may have "tools" as well as role and content.
     """
 
     prompt_id: int

@@ -18,7 +18,7 @@ _BEFORE = ({"role": "user", "content": _ASKED}, {"role": "assistant", "content":
 
 
 class Player:
-    """Answers the turns of a rollout: keeps each conversation's messages, asks the environment, encodes its messages.
+    """Answers the turns of a rollout: keeps each conversation's messages, asks the environment, encodes the answers.
 
     A failure of the environment ends one conversation, and the reply has the kind of error. `check` raises others.
 

@@ -223,7 +223,7 @@ class InProcess:
         self._background.close()
 
     def submit(self, function: Callable[..., Any], task: Task) -> Future[Verdict]:
-        """Begins the call of an async function, and returns its verdict as a future. Any thread may call this."""
+        """Begins an async function's call with the task's arguments. Returns the verdict's future; from any thread."""
         return self._background.begin(_awaited(function, task, self._deadline_s))
 
 
