@@ -73,7 +73,7 @@ def convert(file: Path, folder: Path, *, weights: bool = True) -> int:
         fields = write_config(config, "float32", ids)
         needed = _needed(config, fields["model_type"], tensors)
         described = _tokenizer_files(metadata, fields)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
         reason = f"it has no field {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{file}: {reason}") from error
     folder.mkdir(parents=True, exist_ok=True)

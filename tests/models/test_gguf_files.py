@@ -105,6 +105,7 @@ def test_many_files_of_weights_have_an_index(tmp_path, monkeypatch):
         ({"llama.rope.dimension_count": 4}, "llama.rope.dimension_count = 4"),
         ({"llama.block_count": 3}, "missing: blk.2.attn_k.weight"),
         ({"llama.block_count": None}, "no field 'block_count'"),
+        ({"llama.attention.head_count": 0}, "by zero"),
         ({"llama.feed_forward_length": 50}, r"ffn_down.weight is \(32, 48\), not \(32, 50\)"),
         ({"tokenizer.ggml.model": "llama"}, "its tokenizer .* is not read from GGUF, only byte-level BPE"),
         ({"tokenizer.ggml.pre": "tekken"}, "pre 'tekken'"),
