@@ -235,7 +235,7 @@ def _check(folder: Path, config: DecoderConfig, lora: Lora) -> None:
     own = {"rank": lora.rank, "alpha": lora.alpha}
     if differing := [f"{name} {theirs[name]}, here {own[name]:g}" for name in own if theirs[name] != own[name]]:
         raise ValueError(f"{file} has {' and '.join(differing)}: set model.lora.rank and model.lora.alpha to its own")
-    if not isinstance(targets, list) or sorted(targets) != _modules(config, lora):
+    if not isinstance(targets, list) or sorted(map(str, targets)) != _modules(config, lora):
         raise ValueError(
             f"{file} adapts {targets}, and model.lora.targets={lora.targets} means {_modules(config, lora)}: choose "
             "the targets that the folder has"
