@@ -131,12 +131,12 @@ def size(name: str) -> DecoderConfig:
 
 
 def hub_address(name: str) -> str:
-    """The repository OWNER/NAME of a published size on the Hugging Face hub. For SmolLM2 it is the repository of the
-    instruct model, which the configs train. Raises ValueError if `SIZES` lacks the name in any case of letters."""
+    """Returns the repository OWNER/NAME of a published size on the Hugging Face hub. For SmolLM2, which the configs
+    train, and for 2507, which has no base model, it has the instruct model. Raises ValueError as `size` does."""
     size(name)
     name = next(known for known in SIZES if known.lower() == name.lower())
     places = {"SmolLM2": f"HuggingFaceTB/{name}-Instruct", "Llama": f"meta-llama/{name}"}
-    return places.get(name.partition("-")[0], f"Qwen/{name}")
+    return places.get(name.partition("-")[0], f"Qwen/{name.replace('-2507', '-Instruct-2507')}")
 
 
 @functools.cache

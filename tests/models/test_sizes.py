@@ -45,6 +45,7 @@ def test_a_size_has_its_address_on_the_hub():
     assert models.hub_address("qwen3-4b") == "Qwen/Qwen3-4B"
     assert models.hub_address("smollm2-135m") == "HuggingFaceTB/SmolLM2-135M-Instruct"  # as the configs say
     assert models.hub_address("llama-3.2-1b") == "meta-llama/Llama-3.2-1B"
+    assert models.hub_address("qwen3-4b-2507") == "Qwen/Qwen3-4B-Instruct-2507"  # there is no Qwen3-4B-2507
 
 
 def test_names_are_found_in_any_case_and_typos_name_the_nearest():
