@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from tokenizers import normalizers, pre_tokenizers, processors
 
@@ -177,7 +178,10 @@ def _write_weights(file: Path, folder: Path, config: DecoderConfig, family: str,
             held[name] = _dequantised(file, needed[name])
             if family == "llama" and (which := re.search(r"\.([qk])_proj\.weight", name)):
                 held[name] = unpermuted(held[name], config.num_heads if which[1] == "q" else config.num_kv_heads)
-        save_file(held, folder / f".{last}.partial", {"format": "pt"})
+        try:
+            save_file(held, folder / f".{last}.partial", {"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{folder / last} cannot be written: {error}") from error
         (folder / f".{last}.partial").replace(folder / last)
     write_index(folder, {name: last for last, names in files.items() for name in names}, total)
     return total

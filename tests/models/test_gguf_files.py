@@ -95,6 +95,12 @@ def test_many_files_of_weights_have_an_index(tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, *parts)
 
 
+def test_weights_that_cannot_be_written_are_an_error_of_the_system_that_names_the_file(tmp_path):
+    (tmp_path / "out" / ".model.safetensors.partial").mkdir(parents=True)
+    with pytest.raises(OSError, match=r"out/model\.safetensors cannot be written: .*I/O error"):
+        gguf_files.convert(write(tmp_path / "tiny.gguf", "llama"), tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
