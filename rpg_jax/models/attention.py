@@ -29,22 +29,20 @@ def attention(
     axes: tuple[str | None, str | None] = ("batch", "length"),
     implementation: str = "auto",
 ) -> jax.Array:
-    """softmax(q kᵀ / √H) v, where a token attends to itself, to the earlier tokens of its segment, and to its prompt.
+    """Returns softmax(q kᵀ / √H) v. A token attends to itself, to the earlier tokens of its segment, and to its prompt.
 
-    With context parallelism (`length` on mesh axes), each device keeps its stretch of the queries and gathers the keys
-    and values of the whole row. Raises ValueError for an unknown implementation.
+    The result [B, T, N, H] is in q's dtype; rows of padding hold finite numbers without a meaning. With context
+    parallelism (`length` on mesh axes), each device keeps its stretch of the queries and gathers the keys and values of
+    the whole row. Raises ValueError for an unknown implementation.
 
     Args:
       q: [B, T, N, H].
       k, v: [B, T, K, H]; query head n reads key-value head n // (N / K).
-      segment_ids: i32[B, T], contiguous and in order, 0 for padding. The id modulo `types.BRANCH` is that of the
-        segment's prompt, which completions may share; "splash" takes no shared prompts.
-      axes: logical names of the first two dimensions.
+      segment_ids: i32[B, T], 0 for padding. If completions share their prompt, the id of a completion modulo
+        `types.BRANCH` is the id of the prompt. With "splash" a completion does not see a shared prompt.
+      axes: logical names of B and T.
       implementation: "xla"; "cudnn" (GPU, bf16 or f16; it holds a segment mask [B, 1, T, T] in memory); "splash" (TPU);
         or "auto", which `chosen` chooses for the platform that the program is compiled for.
-
-    Returns:
-      [B, T, N, H] in q's dtype; rows of padding hold finite numbers without a meaning.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown attention implementation {implementation!r}; known: {', '.join(IMPLEMENTATIONS)}")
@@ -60,15 +58,15 @@ def attention(
 
 
 def attends(queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """Whether tokens may attend to earlier tokens, by the segment ids i32 of both, whose shapes broadcast: the ids are
-    equal, or the key's id is that of the query's prompt, which is the query's id modulo `types.BRANCH`."""
+    """Returns a bool mask: whether queries may attend to earlier keys, by segment ids i32 in shapes that broadcast. The
+    two ids are equal, or the key's id is the id of the query's prompt: the query's id modulo `types.BRANCH`."""
     return (queries == keys) | (queries % BRANCH == keys)
 
 
 def chosen(dtype: jnp.dtype, length: int, head: int) -> str:
-    """The implementation that "auto" means for rows of `length` tokens and heads of `head` numbers in `dtype`: "splash"
-    for a TPU, "cudnn" for a GPU where cuDNN can, else "xla". cuDNN takes bf16 and f16, and heads of a multiple of 8 up
-    to 128; with a mask, its gradient needs an even length. It needs NVIDIA's compute capability 8.0; a T4 has 7.5."""
+    """Returns what "auto" means for rows of `length` tokens and heads of `head` numbers in `dtype`: "splash" on a TPU,
+    "cudnn" on a GPU if cuDNN has the kernel, else "xla". cuDNN takes bf16 and f16, and a `head` that is a multiple of 8
+    up to 128. With a mask, its gradient needs an even length. cuDNN needs compute capability 8.0; a T4 has 7.5."""
     has_kernel = dtype in (jnp.bfloat16, jnp.float16) and length % 2 == 0 and head % 8 == 0 and head <= 128
     if platform() == "gpu" and has_kernel:
         major = jax.local_devices(backend="gpu")[0].compute_capability.partition(".")[0]
@@ -77,7 +75,8 @@ def chosen(dtype: jnp.dtype, length: int, head: int) -> str:
 
 
 def _xla(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, axes) -> jax.Array:
-    """Attention without a kernel. Blocks of queries, recomputed in the backward pass, keep scores at [..., 512, T]."""
+    """Computes `attention` without a kernel, from all scores in memory at once. Rows of n · 512 > 1,024 tokens that lie
+    on one device take 512 queries at a time, whose scores the backward pass computes again."""
     B, T, N, H = q.shape
     K = k.shape[2]
     # With heads first and keys as [H, T], both products read rows as stored, and XLA:CPU does not transpose scores.
@@ -108,7 +107,7 @@ def _xla(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, axes)
 def extend_attention(
     cache: KVCache, slots: jax.Array, starts: jax.Array
 ) -> Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]:
-    """A function (q, k, v, layer) in which new tokens attend to the tokens in their slot and to each other, causally.
+    """Returns a function (q, k, v, layer): new tokens attend to the tokens in their slot and, causally, to each other.
 
     The function takes q [P, T, N, H], the new tokens' k and v [P, T, K, H], and the layer i32[] whose cache it reads.
     It returns [P, T, N, H] in q's dtype. Scores are f32[P, N, T, C + T] in memory.
@@ -116,7 +115,7 @@ def extend_attention(
     Args:
       cache: a stacked cache of capacity C, which does not hold the new tokens yet.
       slots: i32[P], the slot that each row continues.
-      starts: i32[P], the tokens in the slot; entries at or past them are ignored.
+      starts: i32[P], the number of tokens in the slot; entries from there on are ignored.
     """
 
     held = (cache.keys, cache.values, *cache.scales)
@@ -130,7 +129,7 @@ def extend_attention(
 
 
 def _extend_attend(q, k, v, cache, layer, slots, starts) -> jax.Array:
-    """`extend_attention` over all slots, or over this device's."""
+    """Runs the function of `extend_attention`; `cache` is (keys, values, *scales) of all slots or of this device's."""
     at, mine = in_own_shard(slots, "slots", cache[0].shape[1])
     keys, values, *scales = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)[at] for x in cache)
     (P, T, N, H), K = q.shape, k.shape[2]
@@ -156,15 +155,15 @@ def _extend_attend(q, k, v, cache, layer, slots, starts) -> jax.Array:
 def decode_attention(
     cache: KVCache, *, attend_length: int | None = None, ragged: bool = False
 ) -> Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]:
-    """A function (q, k, v, layer) in which one new token per slot attends to the cached tokens and to itself.
+    """Returns a function (q, k, v, layer) in which one new token per slot attends to the cached tokens and to itself.
 
     The function takes q [S, N, H], the new token's k and v [S, K, H], and the layer i32[] whose cache it reads. It
     returns [S, N, H] in q's dtype. Entries at or past `cache.lengths` are ignored.
 
     Args:
       cache: a stacked cache of S slots, which does not hold the new tokens yet.
-      attend_length: a promise that no length is larger; without `ragged`, no further tokens are read. None: no promise.
-      ragged: whether a TPU kernel attends, which reads only the filled part of each slot.
+      attend_length: a promise that no length is larger; without `ragged`, only so many positions are read. None: all.
+      ragged: whether `ragged_attention`, a TPU kernel, attends. It reads only the filled part of each slot.
     """
     if ragged:
         return ragged_attention(cache.keys, cache.values, cache.lengths, cache.scales)
@@ -189,7 +188,7 @@ def decode_attention(
 
 
 def layer_attention(q: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Attention [S, N, H], in q's dtype, of one query [S, N, H] per slot over the first `lengths` i32[S] tokens of its
+    """Returns the attention [S, N, H], in q's dtype, of one query a slot over the first `lengths` i32[S] tokens of the
     slot. `keys` [S, K, H, C] and `values` [S, K, C, H] are one layer of a cache, which holds the query's own token."""
     past = _cached_logits(_grouped(q, keys.shape[1]), keys, lengths)
     past = jnp.exp(past - past.max(-1, keepdims=True))
@@ -199,7 +198,7 @@ def layer_attention(q: jax.Array, keys: jax.Array, values: jax.Array, lengths: j
 
 
 def _grouped(q: jax.Array, K: int) -> jax.Array:
-    """Scaled queries [S, K, N / K, H] of q [S, N, H]."""
+    """Returns q [S, N, H] times 1 / √H, as [S, K, N / K, H]."""
     S, N, H = q.shape
     return q.reshape(S, K, N // K, H) * (H**-0.5)
 
@@ -207,7 +206,8 @@ def _grouped(q: jax.Array, K: int) -> jax.Array:
 def _cached_logits(
     grouped: jax.Array, keys: jax.Array, lengths: jax.Array, scales: jax.Array | None = None
 ) -> jax.Array:
-    """Logits f32[S, K, G, C] of queries [S, K, G, H] and keys [S, K, H, C]; logits past `lengths` are masked."""
+    """Returns the logits f32[S, K, G, C] of queries `grouped` [S, K, G, H] and keys [S, K, H, C]; -1e30 at or past
+    `lengths` i32[S]. `scales` f32[S, K, 1, C] are the keys' scales; None: the keys have none."""
     logits = jnp.einsum("skgh,skhc->skgc", grouped, keys.astype(grouped.dtype), preferred_element_type=jnp.float32)
     logits = logits if scales is None else logits * scales
     filled = jnp.arange(keys.shape[-1]) < lengths[:, None]

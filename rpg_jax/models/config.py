@@ -52,7 +52,7 @@ class Llama3:
 @dataclasses.dataclass(frozen=True)
 class Rope:
     """Rotary position embedding: pair i of a head of size H turns by theta^(-2i/H) radians a position. `scaling`
-    extends the context; None is plain RoPE. `max_position_embeddings` is part of the config, but computes nothing."""
+    extends the context; None is plain RoPE. `max_position_embeddings` is the longest context, and computes nothing."""
 
     theta: float = 1_000_000.0
     max_position_embeddings: int = 32_768
@@ -62,8 +62,8 @@ class Rope:
 @dataclasses.dataclass(frozen=True)
 class Experts:
     """A mixture of SwiGLU experts in every layer: each token goes to `per_token` of `count` experts. An expert has
-    `hidden_dim` hidden units. Softmax probabilities weight the outputs of the chosen experts. `renormalise` divides
-    these weights by their sum. Raises ValueError unless 1 <= per_token <= count and hidden_dim >= 1."""
+    `hidden_dim` hidden units. Softmax probabilities weight the outputs of the chosen experts. If `renormalise`, a
+    token's weights are divided by their sum. Raises ValueError unless 1 <= per_token <= count and hidden_dim >= 1."""
 
     count: int
     per_token: int
@@ -89,14 +89,14 @@ class DecoderConfig:
     Families differ in the last fields. Qwen2 and Qwen2.5 have biases on q, k and v. Qwen3 has norms on q and k instead,
     and Qwen3-MoE also has `experts`. Llama and SmolLM2 have neither biases nor norms there.
 
-    Raises ValueError for values that break these rules, sizes that are no positive whole numbers or above `LARGEST`,
-    and an `rms_norm_eps` or `rope.theta` that is not above 0 and finite.
+    Raises ValueError if a size is no whole number from 1 to its limit in `LARGEST`, or breaks a rule below; or if
+    `rms_norm_eps` or `rope.theta` is not above 0 and finite.
 
     Attributes:
       embed_dim: width of the hidden states between layers.
       num_heads: query heads, a multiple of `num_kv_heads`, the key-value heads.
       head_dim: numbers in a query, key or value of one head; even.
-      hidden_dim: width of the dense feed-forward layer; not used if there are `experts`.
+      hidden_dim: width of the dense feed-forward layer; not used, and may be 0, if there are `experts`.
       qkv_bias: whether the projections to q, k and v add a bias.
       qk_norm: whether q and k pass an RMS norm over each head before the rotation.
       experts: the mixture that replaces the feed-forward layer; None is a dense model.

@@ -73,13 +73,13 @@ class Decoder(nnx.Module):
         axes: tuple[str | None, str | None] = ("batch", "length"),
         experts: jax.Array | None = None,
     ) -> jax.Array:
-        """Hidden states [B, T, D], in the compute dtype, of tokens i32[B, T].
+        """Returns the hidden states [B, T, D], in the compute dtype, of tokens i32[B, T].
 
         Args:
-          positions: i32[B, T], from 0 in every segment.
+          positions: i32[B, T], from 0 in a segment; from the prompt's length in a completion that shares its prompt.
           segment_ids: i32[B, T], 0 for padding. A token attends to itself, the earlier tokens of its segment and its
-            prompt; the id of a prompt that segments share is their id modulo `types.BRANCH`.
-          axes: the logical axes of `tokens`.
+            prompt; the id of a prompt that completions share is their id modulo `types.BRANCH`.
+          axes: the logical names of B and T.
           experts: ints [B, T, L, k], the k experts of each token in each layer; None: the routers choose.
         """
         return self._forward(tokens, positions, segment_ids, axes, experts)[0]
@@ -97,7 +97,7 @@ class Decoder(nnx.Module):
     def prefill(
         self, tokens: jax.Array, lengths: jax.Array, *, keep_experts: bool = False
     ) -> tuple[jax.Array, KVCache, jax.Array | None]:
-        """A forward pass over the B prompts `tokens` i32[B, T], right-padded, of `lengths` i32[B], each at least 1.
+        """Runs a forward pass over B prompts, `tokens` i32[B, T], right-padded, of `lengths` i32[B], each at least 1.
         Returns hidden states [B, D] at each prompt's last token; a cache of B slots of capacity T with the prompts'
         keys and values; and with `keep_experts` in a mixture the experts [B, T, L, k] in `Experts.dtype`, else None."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -115,10 +115,10 @@ class Decoder(nnx.Module):
         each row, which mean nothing for length 0, and the cache with the new tokens. Experts are not recorded.
 
         Args:
-          tokens: i32[P, T], right-padded. They attend to themselves and to all tokens before them in their slot.
+          tokens: i32[P, T], right-padded. A token attends to itself and to all tokens before it in its slot.
           lengths: i32[P], the number of new tokens of each row; 0 writes nothing.
-          cache: a stacked cache. Its `lengths` are not read and stay.
-          slots, starts: i32[P], the slot of each row, and its tokens so far.
+          cache: a stacked cache. Its `lengths` are not read and stay: the caller sets them.
+          slots, starts: i32[P], the slot of each row, and the number of the slot's tokens so far.
         """
         x, k, v, _ = self._over_cache(tokens, starts, extend_attention(cache, slots, starts), (None, None))
         last = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
@@ -134,11 +134,12 @@ class Decoder(nnx.Module):
         active: jax.Array | None = None,
         layers: Sequence[Params] | None = None,
     ) -> tuple[jax.Array, KVCache, jax.Array | None]:
-        """One decode step: takes one new token per slot, i32[S], through the model. Slots are independent.
+        """Takes one new token per slot, `tokens` i32[S], through the model. Slots are independent.
 
         Token s is written at cache.lengths[s] and attends to itself and to all tokens before it. Every length grows by
-        1. Returns hidden states [S, D] of the new tokens, the cache that holds them, and their k experts [S, L, k] in
-        `Experts.dtype`, or None in a dense model. Raises ValueError unless 1 <= attend_length <= capacity.
+        1, also in a slot that is full or not active. Returns hidden states [S, D] of the new tokens, the cache, and
+        their k experts [S, L, k] in `Experts.dtype` (None in a dense model). ValueError unless
+        0 < attend_length <= capacity.
 
         Args:
           attend_length: static; the caller promises that no slot has more tokens, and no more are read. None: all are.
@@ -163,7 +164,7 @@ class Decoder(nnx.Module):
         return x[:, 0], cache, None if experts is None else self._numbered(experts)[:, 0]
 
     def _over_cache(self, tokens: jax.Array, starts: jax.Array, attend: Callable, axes):
-        """Hidden states [B, T, D], k and v [L, B, T, K, H], and experts i32[L, B, T, k] or None, of new tokens
+        """Returns hidden states [B, T, D], k and v [L, B, T, K, H], and experts i32[L, B, T, k] or None, of new tokens
         i32[B, T], which follow the `starts` i32[B] tokens of a cache. `attend` is a function of (q, k, v, layer)."""
         table = rope_tables(self.config, starts[:, None] + jnp.arange(tokens.shape[1]))
         graphdef, weights = nnx.split(self.layers)
@@ -180,8 +181,8 @@ class Decoder(nnx.Module):
     def _decode_unrolled(
         self, tokens: jax.Array, layers: Sequence[Params], cache: KVCache, limit: int, active: jax.Array | None
     ) -> tuple[jax.Array, KVCache, jax.Array | None]:
-        """`decode` with an unstacked cache: hidden states [S, 1, D], the cache, and experts i32[L, S, 1, k] or None.
-        Each layer's cache is written before it is read: XLA would copy it otherwise."""
+        """Makes the step of `decode` with an unstacked cache. Returns hidden states [S, 1, D], the cache, and experts
+        i32[L, S, 1, k] or None. Each layer's cache is written before it is read: XLA would copy it otherwise."""
         axes, table = ("slots", None), rope_tables(self.config, cache.lengths[:, None])
         graphdef, held, chosen = nnx.graphdef(self.layers), [], []
         x = self._embed(tokens[:, None], axes)
@@ -200,34 +201,34 @@ class Decoder(nnx.Module):
 
     def decodes_unrolled(self, *, int8_kv: bool) -> bool:
         """Whether a loop over tokens is faster with `unstacked_layers` and an unstacked cache: on CPUs, for at most 8
-        layers, without an int8 cache (`int8_kv`)."""
+        layers, unless attention is "splash" or the cache is int8 (`int8_kv`)."""
         few = self.config.num_layers <= _UNROLLED and not int8_kv
         return few and self.decode_attention == "xla" and platform() == "cpu"
 
     def unstacked_layers(self) -> list[Params]:
-        """The weights of each layer, a nested dict each. It slices them: call it outside the loop over tokens."""
+        """Slices the weights: returns an `nnx.State` for each layer. Call it outside the loop over tokens."""
         weights = nnx.state(self.layers)
         return [jax.tree.map(lambda x, i=i: x[i], weights) for i in range(self.config.num_layers)]
 
     @property
     def decode_attention(self) -> str:
-        """How tokens are decoded: by "ragged" kernels with "splash", and on a TPU with "auto"; else by "xla"."""
+        """What decodes tokens: "ragged" TPU kernels with attention "splash", or "auto" on a TPU; else "xla"."""
         return "ragged" if self.attention == "splash" or (self.attention, platform()) == ("auto", "tpu") else "xla"
 
     def full_precision(self) -> contextlib.AbstractContextManager:
-        """A context in which products of float32 matrices are exact to float32, if this model computes in float32. By
-        default a TPU rounds the factors to bfloat16, and a GPU with TF32 rounds them to TF32. Enter the context around
+        """Returns a context in which products of float32 matrices are exact to float32, if this model computes in
+        float32. By default a TPU rounds the factors to bfloat16, and a GPU with TF32 to TF32. Enter the context around
         a whole program, because the products of the gradient are traced after the forward pass."""
         exact = self.compute_dtype == jnp.float32
         return jax.default_matmul_precision("highest") if exact else contextlib.nullcontext()
 
     def head(self) -> jax.Array:
-        """The output head [V, D] in the compute dtype, the embedding if it is tied; logits are hidden · headᵀ."""
+        """Returns the output head [V, D], the embedding if tied, in the compute dtype; logits are hidden · headᵀ."""
         weight = self.embed if self.config.tie_embeddings else self.lm_head
         return weight[...].astype(self.compute_dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """The logits f32[..., V] over the vocabulary of hidden states [..., D]."""
+        """Returns the logits f32[..., V] of the next token from hidden states [..., D]."""
         return jnp.einsum("...d,vd->...v", hidden, self.head(), preferred_element_type=jnp.float32)
 
     def _embed(self, tokens: jax.Array, axes) -> jax.Array:
@@ -237,14 +238,15 @@ class Decoder(nnx.Module):
         return rms_norm(x, self.final_norm[...], self.config.rms_norm_eps)
 
     def _numbered(self, experts: jax.Array) -> jax.Array:
-        """Numbers of experts i32[L, B, T, k] as [B, T, L, k], in the smallest unsigned integers that have them."""
+        """Returns the experts i32[L, B, T, k] as [B, T, L, k], in `Experts.dtype`."""
         assert self.config.experts is not None
         return jnp.moveaxis(experts, 0, 2).astype(self.config.experts.dtype)
 
     def _forward(
         self, tokens, positions, segment_ids, axes, experts=None, *, keep_kv: bool = False, keep_experts: bool = False
     ):
-        """Hidden states [B, T, D], and where they are kept k and v [L, B, T, K, H] and experts i32[L, B, T, k]."""
+        """Returns hidden states [B, T, D]; with `keep_kv` k and v [L, B, T, K, H], else None; and with `keep_experts`
+        in a mixture the experts i32[L, B, T, k], else None."""
         table = rope_tables(self.config, positions)
         graphdef, weights = nnx.split(self.layers)
 
@@ -267,8 +269,8 @@ class Decoder(nnx.Module):
 def abstract(
     config: DecoderConfig, param_dtype=jnp.float32, *, compute_dtype=jnp.float32, remat="none", attention="auto"
 ) -> tuple[nnx.GraphDef, Params]:
-    """The graphdef and params that `init` returns for these arguments, with a ShapeDtypeStruct in place of every array.
-    Computes nothing. Raises ValueError for an unknown `remat` or `attention`."""
+    """Returns the graphdef and params that `init` returns for these arguments, with a ShapeDtypeStruct in place of
+    every array. Computes nothing. Raises ValueError for an unknown `remat` or `attention`."""
     graphdef, state = nnx.split(
         nnx.eval_shape(lambda: Decoder(config, 0, param_dtype, compute_dtype, remat, attention))
     )
@@ -276,7 +278,7 @@ def abstract(
 
 
 def logical_axes(config: DecoderConfig) -> Params:
-    """The nested dict of a model's params with the logical names of an array's dimensions, a tuple, for each array."""
+    """Returns a model's params, a nested dict, with a tuple in place of each array: its dimensions' logical names."""
     state = nnx.state(nnx.eval_shape(lambda: Decoder(config, 0, jnp.float32, jnp.float32, "none", "auto")), nnx.Param)
     axes = jax.tree.map(lambda p: p.get_metadata("axes"), state, is_leaf=lambda x: isinstance(x, nnx.Param))
     return nnx.to_pure_dict(axes)

@@ -18,11 +18,11 @@ from rpg_jax.models.weights import eight_bits
 
 @flax.struct.dataclass
 class KVCache:
-    """Rotated keys and values of the tokens so far, for `S` independent slots of capacity `C`.
+    """The rotated keys, and the values, of the tokens so far, for `S` independent slots of capacity `C`.
 
     The position axis is the last axis of keys, and the head axis is the last axis of values. So the two matrix products
     of a decode step read them as stored. With [C, K, H] for both, XLA:CPU transposes them at every step, which costs
-    three times as much. Entries at or past a slot's length are never read.
+    three times as much. Finite entries at or past a slot's length change nothing.
 
     Attributes:
       keys: [L, S, K, H, C]; an unstacked cache has a tuple of L arrays [S, K, H, C].
@@ -48,9 +48,9 @@ class KVCache:
         int8: bool = False,
         unstacked: bool = False,
     ) -> KVCache:
-        """A cache of empty slots: `capacity` tokens in each of `slots`. On a TPU the capacity is rounded up to whole
-        tiles of 128 tokens, which the kernels copy. `int8` stores int8 and scales in place of `dtype`. `unstacked`
-        makes an array for each layer. Raises ValueError for both together."""
+        """Makes a cache of `slots` empty slots, for `capacity` tokens each. On a TPU the capacity is rounded up to
+        whole tiles of 128 tokens, which the kernels copy. `int8` stores int8 and scales in place of `dtype`.
+        `unstacked` makes an array for each layer. Raises ValueError for both together."""
         if platform() == "tpu":
             capacity = -(-capacity // LANES) * LANES
         lead = (config.num_layers, slots, config.num_kv_heads)
@@ -65,8 +65,8 @@ class KVCache:
 
     @classmethod
     def logical_axes(cls, *, int8: bool = False, layers: int = 0) -> KVCache:
-        """A cache with a tuple of logical axis names in place of each array. `layers` is the number of layers of an
-        unstacked cache; 0 means a stacked cache."""
+        """Returns a cache with a tuple of logical axis names in place of each array. `layers` is the number of layers
+        of an unstacked cache; 0 means a stacked cache."""
         names: Any = (None, "slots", "kv_heads", None, None)
         scales = (names, names) if int8 else ()
         names = (names[1:],) * layers if layers else names
@@ -83,14 +83,14 @@ class KVCache:
         return jax.tree.leaves(self.keys)[0].shape[-1]
 
     def unstacked(self) -> KVCache:
-        """Splits the cache into an array per layer, which a loop over tokens updates in place. Raises ValueError for an
-        int8 cache."""
+        """Returns the cache with an array for each layer, which a loop over tokens updates in place. Raises ValueError
+        for an int8 cache."""
         if self.scales:
             raise ValueError("an int8 cache is not unstacked: its scales are read from one array of all layers")
         return replace(self, keys=tuple(self.keys), values=tuple(self.values))
 
     def stacked(self) -> KVCache:
-        """The cache with one array [L, ...] for the arrays of all layers; a stacked cache is returned as it is."""
+        """Joins the arrays of all layers into one array [L, ...]; returns a stacked cache as it is."""
         if not isinstance(self.keys, tuple):
             return self
         return replace(self, keys=jnp.stack(self.keys), values=jnp.stack(self.values))
@@ -116,15 +116,15 @@ class KVCache:
         return jax.tree.map(put, self, one)
 
     def rounded(self) -> KVCache:
-        """The cache in int8. Each key and each value of a head has its own scale, max |x| / 127 over the head."""
+        """Returns a cache in int8. Each key and each value of a head has its own scale, max |x| / 127 over the head."""
         (keys, key_scales), (values, value_scales) = eight_bits(self.keys, -2), eight_bits(self.values, -1)
         scales = key_scales, value_scales.swapaxes(-1, -2)
         return KVCache(keys.astype(jnp.int8), values.astype(jnp.int8), self.lengths, scales)
 
     def extend(self, chunk: KVCache, slots: jax.Array, starts: jax.Array) -> KVCache:
         """Returns the cache with the first `chunk.lengths[p]` tokens of each row p of `chunk` in slot slots[p], from
-        starts[p] on. Both caches are stacked, and `chunk` is not int8. A row of length 0 writes nothing. This cache
-        keeps its lengths: the caller sets them. If this cache is donated, the write is in place."""
+        starts[p] to the capacity at most. Both caches are stacked; `chunk` is not int8, and has no larger capacity.
+        This cache keeps its lengths: the caller sets them. If this cache is donated, the write is in place."""
         chunk = chunk.rounded() if self.scales else chunk
         held, rows = ((x.keys, x.values, *x.scales) for x in (self, chunk))
         write = _write_rows
@@ -180,14 +180,14 @@ class KVCache:
         )
 
     def _next(self, active: jax.Array | None) -> jax.Array:
-        """The position i32[S] of each slot's next token. An inactive slot gets `capacity`, where no write lands."""
+        """Returns each slot's next position i32[S]; for an inactive slot it is `capacity`, where no write lands."""
         return self.lengths if active is None else jnp.where(active, self.lengths, self.capacity)
 
 
 def _write_rows(
     held: tuple[jax.Array, ...], chunk: tuple[jax.Array, ...], lengths: jax.Array, slots: jax.Array, starts: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """`KVCache.extend` on the arrays (keys, values, *scales) of a cache, of all slots or of one device's slots."""
+    """Does `KVCache.extend` on the arrays (keys, values, *scales) of caches, of all slots or of one device's slots."""
     at, mine = in_own_shard(slots, "slots", held[0].shape[1])
     capacity, width = held[0].shape[-1], chunk[0].shape[-1]
 

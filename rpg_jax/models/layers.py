@@ -16,7 +16,7 @@ from rpg_jax.models.weights import Declare
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x / √(mean(x²) + eps) · weight over the last axis, in f32, returned in x's dtype."""
+    """Returns x / √(mean(x²) + eps) · weight over the last axis, computed in f32, in x's dtype."""
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
@@ -42,8 +42,8 @@ class Attention(nnx.Module):
             self.k_norm = declare.constant(1.0, (H,), ("norm",))
 
     def project(self, x: jax.Array, table, axes) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q [B, T, N, H], k and v [B, T, K, H] of x [B, T, D] in x's dtype; q and k are normed (with `qk_norm`) and
-        rotated by `table`, the result of `rope_tables`. `axes` are the logical names of B and T."""
+        """Returns q [B, T, N, H], k and v [B, T, K, H] of x [B, T, D] in x's dtype; q and k are normed (with `qk_norm`)
+        and rotated by `table`, the result of `rope_tables`. `axes` are the logical names of B and T."""
         q, k, v = (
             project(x, weight[...], axes, ("embed",), (heads, None))
             for weight, heads in ((self.q, "heads"), (self.k, "kv_heads"), (self.v, "kv_heads"))
@@ -57,7 +57,7 @@ class Attention(nnx.Module):
         return q, k, constrain(v, *axes, "kv_heads", None)
 
     def output(self, x: jax.Array, axes) -> jax.Array:
-        """The output projection [B, T, D], in x's dtype, of attended values x [B, T, N, H]; `axes` names B and T."""
+        """Projects attended values x [B, T, N, H] to the output [B, T, D], in x's dtype; `axes` names B and T."""
         return project(x, self.o[...], axes, ("heads", None), ("embed",))
 
 
@@ -71,7 +71,7 @@ class MLP(nnx.Module):
         self.down = declare.matrix((F, D), ("hidden", "embed"), fan_in=F * 2 * config.num_layers)
 
     def __call__(self, x: jax.Array, axes, recorded: jax.Array | None = None) -> tuple[jax.Array, None]:
-        """Returns (the layer's output [B, T, D], None): a dense layer has no experts, and does not read `recorded`."""
+        """Returns (output [B, T, D] of x [B, T, D], None): a dense layer chooses no experts, and ignores `recorded`."""
         return swiglu(x, self.gate[...], self.up[...], self.down[...], axes), None
 
 
@@ -104,18 +104,18 @@ class Block(nnx.Module):
 
 
 def llama3_divisors(base: np.ndarray, llama3: Llama3) -> np.ndarray:
-    """The numbers by which llama3 divides the frequencies `base`, both f64[H/2]: 1 for fast pairs, `factor` for slow.
-    The frequencies in between are blended linearly in their turns over the original context."""
+    """Returns the numbers by which llama3 divides the frequencies `base`, both f64[H/2]: 1 for fast pairs, `factor` for
+    slow. The frequencies in between are blended linearly in their turns over the original context."""
     turns = llama3.original_max_position_embeddings * base / (2 * math.pi)
     kept = np.clip((turns - llama3.low_freq_factor) / (llama3.high_freq_factor - llama3.low_freq_factor), 0, 1)
     return 1 / ((1 - kept) / llama3.factor + kept)
 
 
 def _yarn(base: np.ndarray, theta: float, head_dim: int, yarn: Yarn) -> tuple[np.ndarray, float]:
-    """Radians a position f64[H/2] of each pair by YaRN, and the factor on queries and keys."""
+    """Returns YaRN's radians a position f64[H/2], from plain RoPE's `base`, and the factor on queries and keys."""
 
     def pair_turning(turns: float) -> float:
-        """Index of the pair that makes this many turns over the original context."""
+        """Returns the pair, a real number, that makes so many turns over the original context."""
         context = yarn.original_max_position_embeddings
         return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
@@ -128,8 +128,8 @@ def _yarn(base: np.ndarray, theta: float, head_dim: int, yarn: Yarn) -> tuple[np
 
 
 def rope_tables(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines f32[B, T, 1, H/2] of the rotation at positions i32[B, T], for `rotate`; with YaRN's factor.
-    Pair i turns by theta^(-2i/H) radians a position, as the config's context extension changes it."""
+    """Returns cosines and sines f32[B, T, 1, H/2] of the rotation at positions i32[B, T], for `rotate`; with YaRN's
+    factor. Pair i turns by theta^(-2i/H) radians a position, as the config's context extension changes it."""
     radians = config.rope.theta ** -(np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
     scale = 1.0
     match config.rope.scaling:

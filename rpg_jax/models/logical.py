@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec
 
 
 def partition_spec(*names: str | None) -> PartitionSpec | None:
-    """The PartitionSpec of an array by the logical names of its dimensions, under the rules and the mesh in force. The
-    name None is a whole dimension. Mesh axes of one device are left out. Returns None without rules or mesh. Raises
-    ValueError if the rules lack a name, or put two dimensions on one mesh axis."""
+    """Returns the PartitionSpec of an array by the logical names of its dimensions, under the rules and the mesh in
+    force. The name None is a whole dimension. Mesh axes of one device are left out. Returns None without rules or mesh.
+    Raises ValueError if the rules lack a name, or put two dimensions on one mesh axis."""
     rules, mesh = dict(linen.get_logical_axis_rules()), jax.sharding.get_abstract_mesh()
     if not rules or mesh.empty:
         return None
@@ -34,15 +34,15 @@ def partition_spec(*names: str | None) -> PartitionSpec | None:
 
 
 def mesh_axes(name: str | None) -> tuple[str, ...]:
-    """The mesh axes, of more than one device, that split a dimension of the logical axis `name`; () if none does, for
-    None, and without rules. Raises ValueError if the rules lack the name."""
+    """Returns the mesh axes, of more than one device, that split a dimension of the logical axis `name`; () if none
+    does, for None, and without rules or mesh. Raises ValueError if the rules lack the name."""
     spec = partition_spec(name)
     return () if spec is None else tuple(jax.tree.leaves(tuple(spec)))
 
 
 def shards(name: str | None) -> int:
-    """The number of parts into which the rules and the mesh in force cut a dimension of the logical axis `name`; 1 for
-    None and without rules. Raises ValueError if the rules lack the name."""
+    """Returns the number of parts into which the rules and the mesh in force cut a dimension of the logical axis
+    `name`; 1 for None and without rules or mesh. Raises ValueError if the rules lack the name."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[axis] for axis in mesh_axes(name))
 
@@ -57,9 +57,8 @@ def in_own_shard(index: jax.Array, name: str, size: int) -> tuple[jax.Array, jax
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """`x` with the sharding that the rules in force give its dimensions, by their logical names; without rules, `x`
-    itself. Raises ValueError unless there is a name for each dimension, in the rules, and all on different mesh axes.
-    """
+    """Returns `x` with the sharding that the rules in force give its dimensions, by their logical names; without rules
+    `x` itself. Raises ValueError unless each dimension has a name, in the rules, and all lie on different mesh axes."""
     if len(names) != x.ndim:
         raise ValueError(f"{len(names)} logical axes {names} for an array of shape {x.shape}")
     spec = partition_spec(*names)
@@ -67,22 +66,22 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def _device() -> Any:
-    """A device of the mesh in force, real or only described. Without a mesh: a device of the default backend."""
+    """Returns a device of the mesh in force, real or only described; without a mesh, of the default backend."""
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
 def platform() -> str:
-    """The platform that programs are compiled for: "cpu", "gpu" or "tpu". The mesh in force decides, real or only
-    described; without a mesh it is JAX's default backend."""
+    """Returns the platform that programs are compiled for: "cpu", "gpu" or "tpu". The mesh in force decides, real or
+    only described; without a mesh it is JAX's default backend."""
     name = _device().platform
     return "gpu" if name in ("cuda", "rocm") else name
 
 
 def tensor_cores() -> int:
-    """TensorCores that share the kernels of one device of the mesh in force: 2 on v4 and v5p, elsewhere 1."""
+    """Returns how many TensorCores share the kernels of a device of the mesh in force: 2 on v4 and v5p, elsewhere 1."""
     return getattr(_device(), "num_cores", None) or 1
 
 
 def multiplies_int8() -> bool:
-    """Whether the matrix unit of the TPU that programs are compiled for takes int8; v4's does not."""
+    """Whether the matrix unit of the device that programs are compiled for takes int8: False on a TPU v4, else True."""
     return "v4" not in _device().device_kind
