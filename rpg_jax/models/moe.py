@@ -44,9 +44,9 @@ class MoE(nnx.Module):
         return sharded(x, weights, experts, *matrices).astype(x.dtype), experts
 
     def route(self, x: jax.Array, recorded: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """Mixture weights f32[B, T, k] and expert indices i32[B, T, k] of x [B, T, D]; k experts for each token. The
-        weights are the router's softmax over all experts; if configured, the k weights are divided by their sum.
-        `recorded`, ints [B, T, k], replaces the choice of experts (rollout routing replay, arXiv:2510.11370). The
+        """Returns mixture weights f32[B, T, k] and expert indices i32[B, T, k] of x [B, T, D]; k experts for each
+        token. The weights are the router's softmax over all experts; if configured, the k weights are divided by their
+        sum. `recorded`, ints [B, T, k], replaces the choice of experts (rollout routing replay, arXiv:2510.11370). The
         weights of `recorded` experts are also this router's, with its gradient."""
         logits = jnp.einsum("btd,de->bte", x, self.router[...].astype(x.dtype), preferred_element_type=jnp.float32)
         probabilities = jax.nn.softmax(logits, axis=-1)
@@ -61,7 +61,7 @@ class MoE(nnx.Module):
 
 
 def _mix(x, weights, experts, gate, up, down, first=0) -> jax.Array:
-    """The part f32[B, T, D] of the mixture from experts `first` to `first` + E - 1; gate is [E, D, F]."""
+    """Returns the part f32[B, T, D] of the mixture from experts `first` to `first` + E - 1; gate is [E, D, F]."""
     held, k = gate.shape[0], experts.shape[-1]
     local = experts.reshape(-1) - first
     local = jnp.where((local >= 0) & (local < held), local, held)  # pairs of other devices' experts sort to the end
@@ -75,7 +75,7 @@ def _mix(x, weights, experts, gate, up, down, first=0) -> jax.Array:
 
 
 def _mix_sharded(x, weights, experts, gate, up, down, *, token_axes) -> jax.Array:
-    """`_mix` on the tokens, experts and hidden units of one device, summed over the devices."""
+    """Does `_mix` on the tokens, experts and hidden units of one device, and sums the results of the devices."""
     expert_axes, hidden_axes, embed_axes = (mesh_axes(name) for name in ("experts", "hidden", "embed"))
     gate, up = (gathered(w, embed_axes, 1, x.dtype) for w in (gate, up))
     down = gathered(down, embed_axes, 2, x.dtype)
@@ -97,7 +97,7 @@ _WIDE = 1024  # largest side of a matrix tile
 def grouped_product(
     rows: jax.Array, matrices: Weight, sizes: jax.Array, *, dtype=None, megablox: bool | None = None
 ) -> jax.Array:
-    """Rows [M, D], sorted by group, times the matrices [E, D, F] of their groups: [M, F], zeros past the last group.
+    """Returns rows [M, D], sorted by group, times their groups' matrices [E, D, F]: [M, F], zeros past the last group.
 
     The forward pass and both gradients multiply each row once. TPUs do not use `ragged_dot`, because XLA:TPU computes
     its gradient of the matrices as dense products over all rows, with E times the work.
@@ -168,7 +168,7 @@ def _zero_past(x, sizes):
 
 
 def _height(rows: int, groups: int) -> int:
-    """Rows of a tile: at most the average size of a group, because a group's last tile is partly wasted."""
+    """Returns a tile's rows: 512 or 256 if groups have as many on average, else 128. Last tiles are partly wasted."""
     return next((tile for tile in (512, 256) if rows >= tile * groups), 128)
 
 

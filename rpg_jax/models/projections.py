@@ -15,8 +15,8 @@ from rpg_jax.models.weights import Adapted, Names, Weight, as_matrix, weight_spe
 
 
 def project(x: jax.Array, weight: Weight, axes: Names, inputs: Names, outputs: Names) -> jax.Array:
-    """x [B, T, *inputs] times weight [*inputs, *outputs], in x's dtype: [B, T, *outputs]. `axes` has the logical names
-    of B and T, and `inputs` and `outputs` have those of the weight's dimensions, of which one may be "embed"."""
+    """Returns x [B, T, *inputs] times weight [*inputs, *outputs], in x's dtype: [B, T, *outputs]. `axes`, `inputs` and
+    `outputs` are logical names: of B and T, and of the weight's dimensions, of which one may be "embed"."""
     where = partition_spec(*axes, *map(_of_activation, inputs))
     if where is None or jax.sharding.get_abstract_mesh().size == 1:
         return _product(x, weight, inputs=len(inputs))
@@ -34,9 +34,9 @@ def project(x: jax.Array, weight: Weight, axes: Names, inputs: Names, outputs: N
 
 
 def gathered(weight: Weight, axes: tuple[str, ...], dimension: int, dtype) -> Weight:
-    """All-gathers a weight in `dtype`, inside a `shard_map`; its shards lie along `dimension` over mesh `axes`. The
-    gradient of the weight is reduce-scattered over the same axes, in the weight's own dtype. The weight is a matrix or
-    a stack of matrices. An adapter has two sides, A and B; only the side with the dimension is gathered."""
+    """All-gathers a weight in `dtype`, inside a `shard_map`; its shards lie along `dimension` over mesh `axes`. Without
+    axes it is only cast. The gradient is reduce-scattered over the same axes, in the weight's own dtype. The weight is
+    a matrix or a stack of matrices. Of an adapter's sides A and B, only the side with the dimension is gathered."""
     if not isinstance(weight, Adapted):
         return _gathered(weight, axes, dimension, dtype)
     of_a, of_b = (axes, ()) if dimension == len(weight.shape) - 2 else ((), axes)
@@ -63,9 +63,9 @@ _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def _product(x, weight, *, inputs, gather=(), dimension=0, contracted=()):
-    """x times the weight, which is gathered as a matrix. If the weight were gathered in its own shape, XLA:TPU would
-    keep a second copy of all layers in another layout. The backward pass computes the matrix of a weight with head
-    dimensions again."""
+    """Returns x times the weight, which is gathered as a matrix. If the weight were gathered in its own shape, XLA:TPU
+    would keep a second copy of all layers in another layout. Where a gathered weight has several input dimensions
+    (heads), the backward pass makes x as a matrix again."""
     matrix = gathered(as_matrix(weight, inputs), gather, dimension, x.dtype)
     multiply = jax.checkpoint(_multiply) if gather and inputs > 1 else _multiply
     y = multiply(x, matrix).reshape(*x.shape[:2], -1, *weight.shape[inputs + 1 :])
@@ -73,13 +73,13 @@ def _product(x, weight, *, inputs, gather=(), dimension=0, contracted=()):
 
 
 def _multiply(x, matrix):
-    """x @ matrix with rows and positions as one dimension. With two, XLA:CPU transposes both operands of every weight
-    gradient in memory, which takes half of the time of a backward pass."""
+    """Returns x @ matrix with rows and positions as one dimension. With two, XLA:CPU transposes both operands of every
+    weight gradient in memory, which takes half of the time of a backward pass."""
     return x.reshape(-1, matrix.shape[0]) @ matrix
 
 
 def _of_activation(name: str | None) -> str | None:
-    """The name that a parameter's dimension has in activations, where the model dimension is whole."""
+    """Returns the name that a parameter's dimension has in activations, where the model dimension is whole."""
     return None if name == "embed" else name
 
 
@@ -87,12 +87,13 @@ _STRETCH = 2560  # most positions of a row that are multiplied together
 
 
 def swiglu(x: jax.Array, gate: Weight, up: Weight, down: Weight, axes: tuple[str | None, str | None]) -> jax.Array:
-    """down(silu(gate(x)) · up(x)) of x [B, T, D], in x's dtype. `gate` and `up` are [D, F], `down` is [F, D], and
-    `axes` are the logical names of B and T.
+    """Returns down(silu(gate(x)) · up(x)) of x [B, T, D], in x's dtype. `gate` and `up` are [D, F], `down` is [F, D],
+    and `axes` are the logical names of B and T.
 
-    Long rows pass in n stretches, which the backward pass computes again, so that hidden units take [B, T / n, F]. On a
-    mesh each device gathers its weights once. It adds up their gradient over all stretches, and then once over the
-    devices, in the dtype of the weights. By itself, XLA's partitioner sums every stretch over the network.
+    Rows of more than 2,560 tokens pass in n stretches, if a small n divides T. The backward pass computes them again,
+    so hidden units take [B, T / n, F]. On a mesh each device gathers its weights once. It adds up their gradient over
+    all stretches, and then once over the devices, in the weights' dtype. By itself, XLA sums every stretch over the
+    network.
     """
     tokens = partition_spec(*axes, None)
     if tokens is None or jax.sharding.get_abstract_mesh().size == 1:
@@ -126,10 +127,10 @@ def _in_stretches(x, gate, up, down):
 
 
 def lookup(table: jax.Array, tokens: jax.Array, axes: tuple[str | None, str | None], dtype) -> jax.Array:
-    """table[tokens] in `dtype`, [B, T, D], of table [V, D] and tokens i32[B, T]; `axes` are the logical names of B and
-    T. With FSDP, rows of the batch and columns of the table share mesh axes. Each device then looks up its columns for
-    the rows of all devices along these axes, and an all-to-all exchanges the results. Positions of a row may share
-    them, too. By itself, XLA's partitioner gathers the whole table."""
+    """Returns table[tokens] in `dtype`, [B, T, D], of table [V, D] and tokens i32[B, T]; `axes` are the logical names
+    of B and T. With FSDP, rows of the batch and columns of the table share mesh axes. Each device then looks up its
+    columns for the rows of all devices along these axes, and an all-to-all exchanges the results. Positions of a row
+    may share the axes, too. By itself, XLA's partitioner gathers the whole table."""
     where = partition_spec(*axes)
     if where is None:
         return table[tokens].astype(dtype)
@@ -141,7 +142,7 @@ def lookup(table: jax.Array, tokens: jax.Array, axes: tuple[str | None, str | No
 
 
 def _lookup_shard(table: jax.Array, tokens: jax.Array, *, dtype, vocab, columns, cut) -> jax.Array:
-    """`cut` has the dimension of `tokens` that each mesh axis cuts."""
+    """Does `lookup` on one device. `cut` has the dimension of `tokens` that each mesh axis cuts."""
     for axis in columns:
         if axis in cut:
             tokens = jax.lax.all_gather(tokens, axis, axis=cut[axis], tiled=True)

@@ -28,14 +28,14 @@ _CACHE = (None, "slots", "kv_heads", None, None)
 def ragged_attention(
     keys: jax.Array, values: jax.Array, lengths: jax.Array, scales: tuple[jax.Array, ...] = ()
 ) -> Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]:
-    """A function (q, k, v, layer) in which one new token per slot attends to the cached tokens and to itself, by a
-    kernel that reads only the blocks that a slot has filled.
+    """Returns a function (q, k, v, layer) in which one new token per slot attends to the cached tokens and to itself,
+    by a kernel that reads only the blocks that a slot has filled.
 
     The function takes q [S, N, H], k and v [S, K, H] of the new token, and the layer i32[]. It returns [S, N, H] in q's
     dtype. The grid runs over a list of (slot, block), made once for all layers. Two TensorCores of a device each take
     half of the list, cut between two slots. On a mesh each device takes its slots and heads. A device that has all
-    key-value heads takes the heads of its queries. Raises ValueError if devices share the query heads, but neither
-    their number nor the key-value heads divide the other.
+    key-value heads takes the heads of its queries. Raises ValueError if devices share the query heads but not the
+    key-value heads, and neither the number of devices nor the number of key-value heads divides the other.
 
     Args:
       keys, values, lengths: [L, S, K, H, C], [L, S, K, C, H] and i32[S]; entries at or past a length are ignored.
@@ -83,7 +83,7 @@ def ragged_append(
 
     Args:
       cache: keys [L, S, K, H, C], values [L, S, K, C, H], and in an int8 cache their scales f32[L, S, K, 1, C].
-      lengths: i32[S].
+      lengths: i32[S], the place of each slot's token; at the capacity or above, the slot stays as it is.
       token: its keys and values [L, S, K, H] in the cache's dtype, and for an int8 cache both scales f32[L, S, K, 1].
     """
     slots = partition_spec("slots")
@@ -94,9 +94,9 @@ def ragged_append(
 
 
 def _block(numbers: int, width: int, capacity: int) -> int:
-    """Positions of a block, whose keys have `numbers` of `width` bytes each: a divisor of the capacity. A slot reads
-    half a block too much in the mean, and every block costs instructions. `docs/performance.md` has the cycles of both
-    by the compiler's listing. int8 arrives twice as fast, so its blocks have more positions."""
+    """Returns the positions of a block, a divisor of the capacity, if a position's keys are `numbers` of `width` bytes
+    each. A slot reads half a block too much in the mean, and every block costs instructions. `docs/performance.md` has
+    the cycles of both by the compiler's listing. int8 arrives twice as fast, so its blocks have more positions."""
     least = _BLOCK_BYTES if width > 1 else 2 * _BLOCK_BYTES
     fitting = max(512 // width, least // (numbers * width))
     fitting = min(1 << fitting.bit_length() - 1, capacity)
@@ -104,8 +104,8 @@ def _block(numbers: int, width: int, capacity: int) -> int:
 
 
 def _walk(lengths: jax.Array, capacity: int, block: int, cores: int) -> tuple[jax.Array, ...]:
-    """Bounds i32[cores + 1], slot and block of each step i32[S · C/block], and lengths i32[S]. Core i takes the steps
-    from bounds[i] to bounds[i + 1], of whole slots and of at least one. An empty slot has one step too."""
+    """Returns bounds i32[cores + 1], slot and block of each step i32[S · C/block], and lengths i32[S]. Core i takes the
+    steps from bounds[i] to bounds[i + 1], of whole slots and of at least one. An empty slot has one step too."""
     slots, per_slot = len(lengths), jnp.maximum(1, -(-lengths // block))
     ends = jnp.cumsum(per_slot)
     bounds = [jnp.zeros(1, jnp.int32), ends[-1:]]
@@ -184,8 +184,8 @@ def _attend_kernel(layer, head, bounds, slots, blocks, lengths, q, k, v, cache, 
 
 
 def _add_block(index, length, q, k, v, block, out, peak, total, mixed, unit, queries):
-    """Adds one block of one slot to a running softmax, which starts from the new token itself. A block in int8 is
-    multiplied as it is, with queries and weights in int8 too."""
+    """Adds one block of one slot to a running softmax, which starts from the new token itself; after the slot's last
+    block, writes `out`. An int8 block is multiplied as it is by 8-bit queries and weights: int8, or on a v4 bf16."""
     keys, values, *scales = block
     heads, _, width = keys.shape
     filled, kind = length - index * width, jnp.int32 if queries.dtype == jnp.int8 else jnp.float32
@@ -227,8 +227,8 @@ def _add_block(index, length, q, k, v, block, out, peak, total, mixed, unit, que
 
 
 def _halves(x: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """8-bit numbers [K, 2 G, N] and unit f32[K, G, 1] of f32[K, G, N], which is unit · (first G + last G / 254). The
-    error is at most a 64,000th of a row's largest number. bf16 rounds to a 512th of each number."""
+    """Returns 8-bit numbers [K, 2 G, N] in `dtype` and the unit f32[K, G, 1]: x f32[K, G, N] is unit · (first G + last
+    G / 254). The error is at most a 64,000th of a row's largest number. bf16 rounds to a 512th of each number."""
     unit = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), 1e-30) / 127
     x = x * (1 / unit)
     first = jnp.round(x)
@@ -236,7 +236,7 @@ def _halves(x: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.A
 
 
 def _joined(product: jax.Array, unit: jax.Array) -> jax.Array:
-    """f32[K, G, N] of a product i32[K, 2 G, N] of `_halves`."""
+    """Returns the product f32[K, G, N] with x, from `product` [K, 2 G, N] with the `_halves` of x, and their unit."""
     groups, product = unit.shape[1], product.astype(jnp.float32)
     return unit * (product[:, :groups] + product[:, groups:] * (1 / 254))
 

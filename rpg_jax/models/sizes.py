@@ -122,8 +122,8 @@ SIZES: Mapping[str, DecoderConfig] = MappingProxyType(
 
 
 def size(name: str) -> DecoderConfig:
-    """The config of a published size, by a name in `SIZES`, in upper or lower case ("qwen3-4b"). Raises ValueError if
-    there is no such size; the message names the nearest."""
+    """Returns the config of a published size, by a name in `SIZES`, in upper or lower case ("qwen3-4b"). Raises
+    ValueError if there is no such size; the message names the nearest."""
     known = {key.lower(): config for key, config in SIZES.items()}
     if name.lower() not in known:
         raise unknown("published size", name, SIZES)
@@ -132,7 +132,7 @@ def size(name: str) -> DecoderConfig:
 
 def hub_address(name: str) -> str:
     """Returns the repository OWNER/NAME of a published size on the Hugging Face hub. For SmolLM2, which the configs
-    train, and for 2507, which has no base model, it has the instruct model. Raises ValueError as `size` does."""
+    train, and for 2507, which has no base model, it is the instruct model's. Raises ValueError as `size` does."""
     size(name)
     name = next(known for known in SIZES if known.lower() == name.lower())
     places = {"SmolLM2": f"HuggingFaceTB/{name}-Instruct", "Llama": f"meta-llama/{name}"}
@@ -141,5 +141,5 @@ def hub_address(name: str) -> str:
 
 @functools.cache
 def parameter_count(config: DecoderConfig) -> int:
-    """The number of a model's weights, the embedding included; a tied head counts once."""
+    """Returns the number of a model's weights, the embedding included; a tied head counts once."""
     return sum(x.size for x in jax.tree.leaves(abstract(config)[1]))

@@ -20,12 +20,12 @@ _PADDING = 2**30
 def splash_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, axes: tuple[str | None, str | None]
 ) -> jax.Array:
-    """Causal segment attention by a kernel that holds no scores in memory and skips blocks that the mask empties.
+    """Computes causal segment attention by a kernel that holds no scores in memory and skips blocks that are masked.
 
-    Two kinds of blocks are empty: blocks above the diagonal and, where completions share a row, blocks with the queries
-    of one completion and the keys of another. On a mesh each device computes its rows, its heads and its stretch of the
-    queries, against all keys of the row. The kernel is for TPUs. On other platforms the kernel is interpreted, slowly.
-    Returns [B, T, N, H] in q's dtype; rows of padding hold finite numbers without a meaning.
+    It skips blocks above the diagonal. With at most 8 rows on a device it also skips blocks with the queries of one
+    completion and the keys of another, where completions share a row. On a mesh each device computes its rows, its
+    heads and its stretch of the queries, against all keys of the row. On other platforms than TPUs the kernel is
+    interpreted, slowly. Returns [B, T, N, H] in q's dtype; rows of padding hold finite numbers without a meaning.
 
     Args:
       q, k, v: [B, T, N, H], and [B, T, K, H] where K divides N.
@@ -82,7 +82,7 @@ def _kernel(kernel, q, k, v, q_segments, kv_segments):
 
 
 def _skipping(kernel, q_segments: jax.Array, kv_segments: jax.Array):
-    """The causal kernel that also skips the blocks without a query and a key of one segment, for one row."""
+    """Returns the causal kernel that also skips the blocks without a query and a key of one segment, for one row."""
     causal = kernel.fwd_mask_info
     needed = needed_blocks(causal.q_sequence, q_segments, kv_segments, len(kv_segments) // causal.block_mask.shape[-1])
     nq, nk = needed.shape
@@ -100,11 +100,11 @@ def _skipping(kernel, q_segments: jax.Array, kv_segments: jax.Array):
 
 
 def needed_blocks(positions: jax.Array, q_segments: jax.Array, kv_segments: jax.Array, block: int) -> jax.Array:
-    """bool[nq, nk]: whether a query of one block may attend to a key of another. Blocks of padding see themselves. It
-    compares the least and the largest id of each block, so some blocks without a pair may be True.
+    """Returns bool[nq, nk]: whether a query of one block may attend to a key of another. Blocks of padding see
+    themselves. It compares the least and the largest id of each block, so some blocks without a pair may be True.
 
     Args:
-      positions: i32[Tq], of the queries in their row.
+      positions: i32[Tq], the place of each query in its row, not in its segment.
       q_segments, kv_segments: i32[Tq] and i32[Tk], both a whole number of blocks; 0 is padding.
       block: tokens of a block, of queries and of keys.
     """
@@ -119,7 +119,7 @@ _attend = jax.custom_vjp(_kernel)
 
 
 def _attend_forward(kernel, q, k, v, q_segments, kv_segments):
-    """The forward pass. The kernel writes each normalizer to all 128 lanes; the barrier makes XLA keep one of them."""
+    """Runs forward. The kernel writes each normalizer to all 128 lanes; the barrier makes XLA keep one of them."""
     out, pull = jax.vjp(lambda q, k, v: _kernel(kernel, q, k, v, q_segments, kv_segments), q, k, v)
     return jax.lax.optimization_barrier((out, pull))
 

@@ -45,11 +45,11 @@ class Adapted:
         return self.base.shape
 
     def astype(self, dtype) -> "Adapted":
-        """W, which must be an array, A and B, all three in `dtype`."""
+        """Returns an `Adapted` of W, which must be an array, A and B, all three in `dtype`."""
         return Adapted(self.base.astype(dtype), self.a.astype(dtype), self.b.astype(dtype))
 
     def merged(self) -> jax.Array:
-        """W + A B, summed in float32 and rounded once to the dtype of W."""
+        """Returns W + A B, summed in float32 and rounded once to the dtype of W."""
         base = self.base[...]
         stack = self.a.ndim + self.b.ndim - 2 - base.ndim
         rank, lead, exact = self.a.shape[-1], base.shape[:stack], jax.lax.Precision.HIGHEST
@@ -60,8 +60,8 @@ class Adapted:
 
 
 def _recomputed(x: jax.Array, b: jax.Array) -> jax.Array:
-    """The product x B, written with a batch dimension of size one. The remat policy `dots` keeps the products that have
-    no batch dimension, which are x W and x A. So the backward pass computes x B again from x A, which costs little. To
+    """Returns x B, computed with a batch dimension of size one. The remat policy `dots` keeps the products that have no
+    batch dimension, which are x W and x A. So the backward pass computes x B again from x A, which costs little. To
     keep x B would need as much memory as x W."""
     return jax.lax.dot_general(x[None], b[None], (((x.ndim,), (1,)), ((0,), (0,))))[0]
 
@@ -70,8 +70,8 @@ Weight = jax.Array | Adapted
 
 
 def as_matrix(weight: Weight, inputs: int) -> Weight:
-    """The weight as a matrix: its first `inputs` dimensions become the rows, and the other dimensions the columns. The
-    adapter's A and B become matrices too. The weight has no stacked dimensions."""
+    """Returns the weight as a matrix: its first `inputs` dimensions become the rows, and the other dimensions the
+    columns. The adapter's A and B become matrices too. The weight has no stacked dimensions."""
     if isinstance(weight, Adapted):
         return Adapted(_flat(weight.base, inputs), _flat(weight.a, inputs), _flat(weight.b, 1))
     return _flat(weight, inputs)
@@ -82,9 +82,8 @@ def _flat(x: jax.Array, inputs: int) -> jax.Array:
 
 
 def weight_spec(weight: Weight, inputs: Names, outputs: Names, stack: Names = ()) -> Any:
-    """The PartitionSpec of a weight [*stack, *inputs, *outputs] from the logical names of its dimensions. An `Adapted`
-    weight gets an `Adapted` with the specs of W, A and B; the rank is not split. Without rules or mesh a spec is None.
-    """
+    """Returns the PartitionSpec of a weight [*stack, *inputs, *outputs] from the logical names of its dimensions; for
+    an `Adapted` weight an `Adapted` with the specs of W, A and B. The rank is not split. None without rules or mesh."""
     whole = partition_spec(*stack, *inputs, *outputs)
     if not isinstance(weight, Adapted):
         return whole
@@ -114,8 +113,8 @@ class Int8:
 
 
 def quantized(params: Any) -> Any:
-    """Rounds every stacked matrix of the layers in the params to an `Int8`; all other weights stay. In each output
-    channel, 127 stands for the largest absolute value."""
+    """Rounds each stacked matrix q, k, v, o, gate, up and down of the layers to an `Int8`. Returns the params, whose
+    other weights stay. In each output channel, 127 stands for the largest absolute value."""
 
     def leaf(path, weight):
         axes = _summed(path, weight)
@@ -137,7 +136,7 @@ def eight_bits(x: jax.Array, axes: int | tuple[int, ...], dtype=jnp.float32) -> 
 
 
 def quantized_shardings(shardings: Any, params: Any) -> Any:
-    """The tree of `quantized(params)` with a NamedSharding for each array, from the `shardings` of `params`."""
+    """Returns the tree of `quantized(params)` with a NamedSharding for each array, from the `shardings` of `params`."""
 
     def leaf(path, weight, sharding: NamedSharding):
         axes = _summed(path, weight)
@@ -153,7 +152,7 @@ def quantized_shardings(shardings: Any, params: Any) -> Any:
 
 
 def _summed(path: tuple[Any, ...], weight: Any) -> tuple[int, ...] | None:
-    """The dimensions of a stacked matrix [L, ...] that a product sums over; None if the weight keeps its dtype."""
+    """Returns the dimensions of a stacked matrix [L, ...] that products sum over; None if a weight keeps its dtype."""
     return _CONTRACTED.get(getattr(path[-1], "key", "")) if weight.ndim > 2 else None
 
 
@@ -172,7 +171,8 @@ class Declare:
         self.lead = ((), ()) if stack is None else ((stack,), ("layers",))
 
     def matrix(self, shape: tuple[int, ...], axes: tuple[str | None, ...], *, fan_in: float) -> nnx.Param:
-        """Draws a matrix of `shape`, whose products sum over `fan_in` numbers. `axes` names each dimension."""
+        """Draws a matrix of `shape`. `fan_in` is the number of terms that its products sum, or more for smaller
+        weights. `axes` names each dimension."""
         shape, axes = self.lead[0] + shape, self.lead[1] + axes
         normal = jax.random.truncated_normal(self.rngs.params(), -2, 2, shape, self.dtype)
         return nnx.Param(normal * (fan_in**-0.5 / _TRUNCATED_STD), axes=axes)
