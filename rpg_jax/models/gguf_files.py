@@ -36,10 +36,10 @@ _CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens
 
 
 def kept_folder(file: Path, *, weights: bool = True) -> Path:
-    """The folder in Hugging Face layout of a GGUF file, kept in this host's cache until the file changes. One process
-    of a host converts the file if need be, and others wait. `weights` False makes config and tokenizer alone. A line on
-    stderr names the folder after the weights were written. Raises ValueError if the package gguf is not installed, or
-    the file is damaged or has something that is not computed; FileNotFoundError if there is no file."""
+    """Returns the folder in Hugging Face layout of a GGUF file, in this host's cache. Converts the file if there is no
+    folder: one process of a host converts, and others wait. After a change of its path, size or time, a file has a new
+    folder; the old folder stays. `weights` False asks for config and tokenizer alone. A line on stderr names the folder
+    after the weights were written. Raises the errors of `convert`, and FileNotFoundError if there is no file."""
     found = file.resolve().stat()
     about = [str(file.resolve()), found.st_size, found.st_mtime_ns, _VERSION]
     target = cache_folder() / "gguf" / f"{file.stem}-{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}"
@@ -57,13 +57,12 @@ def kept_folder(file: Path, *, weights: bool = True) -> Path:
 def convert(file: Path, folder: Path, *, weights: bool = True) -> int:
     """Writes the model of a GGUF file into a folder that transformers loads too; returns the bytes of the weights.
 
-    The package gguf dequantises the numbers to float32. Host memory holds one file of 1 GiB at a time, or one matrix if
-    the matrix is larger. config.json is written last.
-
-    `weights` False writes config and tokenizer alone, and returns 0.
+    The package gguf dequantises the weights to float32. Host memory holds one file of 1 GiB at a time, or one matrix if
+    the matrix is larger. Files in the folder are replaced; config.json is written last. `weights` False writes config
+    and tokenizer alone, and returns 0.
 
     Raises ValueError if the package gguf is not installed, or if the file is damaged or has something that is not
-    computed here; the message names it. Raises OSError if the file cannot be opened.
+    computed here; the message names it. Raises OSError if the file cannot be opened, or the folder cannot be written.
     """
     reader = _opened(file)
     try:
@@ -100,7 +99,7 @@ def _opened(file: Path) -> Any:
 
 
 def _config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfig:
-    """The model of a file. Raises ValueError for a feature that is not computed, KeyError for a missing key."""
+    """Returns the model's config. Raises ValueError for a feature that is not computed, KeyError for a missing key."""
     family = metadata["general.architecture"]
     if family not in ARCHITECTURES:
         raise ValueError(f"the architecture {family!r} is not read from GGUF, only {', '.join(ARCHITECTURES)}: {_FIX}")
@@ -134,9 +133,9 @@ def _config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderC
 
 
 def _llama3(divisors: Any, head_dim: int, theta: float) -> Llama3 | None:
-    """The context extension from the numbers f32[H/2] that llama.cpp divides the frequencies by. Their largest is
-    the factor. `low_freq_factor` and `high_freq_factor` are 1 and 4 in every Llama that has been published; the
-    original context then follows from a pair that is blended, and all pairs must agree."""
+    """Returns the context extension of the tensor `divisors` f32[H/2], by which llama.cpp divides frequencies, or None
+    for no tensor. Its largest number is the factor. `low_freq_factor` and `high_freq_factor` are 1 and 4 in every
+    published Llama; the original context follows from the blended pairs. Raises ValueError unless all pairs agree."""
     if divisors is None:
         return None
     found, base = np.asarray(divisors.data, np.float64), theta ** -(np.arange(0, head_dim, 2) / head_dim)
@@ -153,7 +152,7 @@ def _llama3(divisors: Any, head_dim: int, theta: float) -> Llama3 | None:
 
 
 def _needed(config: DecoderConfig, family: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The file's tensor for each name in Hugging Face layout. Raises ValueError where names or shapes do not fit."""
+    """Returns the file's tensor for each name in Hugging Face layout. Raises ValueError if names or shapes differ."""
     from gguf import MODEL_ARCH, get_tensor_name_map
 
     shapes = {name: entry.tensor_shape for entry in layout(config) for _, name in entry.tensors()}
@@ -167,7 +166,7 @@ def _needed(config: DecoderConfig, family: str, tensors: Mapping[str, Any]) -> d
 
 
 def _write_weights(file: Path, folder: Path, config: DecoderConfig, family: str, needed: Mapping[str, Any]) -> int:
-    """Writes safetensors, and an index where there are several files. Returns the bytes of all numbers."""
+    """Writes safetensors of float32, and an index if there are several files. Returns the bytes of all numbers."""
     sizes = {name: 4 * int(np.prod(tensor.shape)) for name, tensor in needed.items()}
     parts = list(in_files(sizes, lambda name: sizes[name], _FILE_BYTES))
     files = dict(zip(file_names(len(parts)), parts, strict=True))
@@ -198,8 +197,8 @@ def _dequantised(file: Path, tensor: Any) -> np.ndarray:
 
 
 def unpermuted(weight: np.ndarray, heads: int) -> np.ndarray:
-    """The rows of a projection to q or k, [heads · H, D], in Hugging Face's order: pair i of a head is rows i and i +
-    H/2. llama.cpp keeps the two rows of a pair side by side in Llama's architecture."""
+    """Returns the rows of a projection to q or k, [heads · H, D], in Hugging Face's order: pair i of a head is rows i
+    and i + H/2. In `weight`, in llama.cpp's order for Llama's architecture, the rows of a pair are neighbours."""
     rows, width = weight.shape
     return np.ascontiguousarray(weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width))
 
@@ -213,7 +212,7 @@ _SPLIT = (
 
 
 def _special(metadata: Mapping[str, Any]) -> dict[str, int]:
-    """The ids of the special tokens that a file has, by their words in Hugging Face layout."""
+    """Returns the ids of the file's special tokens by their names in Hugging Face layout, the keys of `_SPECIAL`."""
     found = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
     return {name: number for name, number in found.items() if number is not None}
 
@@ -237,7 +236,8 @@ _SPLITTERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 
 
 def _tokenizer_files(metadata: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, str]:
-    """The contents of the tokenizer's files. Raises ValueError for a kind of tokenizer that is not known here."""
+    """Returns the contents of the tokenizer's files, by file name. `fields` are the fields of config.json. Raises
+    ValueError for a damaged tokenizer or a kind that is not known here, KeyError for a missing key."""
     kind, pre = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre")
     if kind != "gpt2" or pre not in _SPLITTERS:
         raise ValueError(

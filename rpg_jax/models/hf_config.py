@@ -36,12 +36,9 @@ _TYPES = {"a number": int | float, "an object": dict, "true or false": bool}
 
 
 def read_config(folder: Path | str) -> DecoderConfig:
-    """The model that `folder`/config.json describes.
-
-    Raises:
-      ValueError: there is no such file, the file is no JSON object, the folder is a run's, a field is missing or of a
-        wrong type, or a field asks for what is not computed; the message names the file and the field.
-    """
+    """Returns the config of the model that `folder`/config.json describes. Raises ValueError if there is no such file,
+    the file is no JSON object, the folder is a run's, a field is missing or of a wrong type, or a field asks for what
+    is not computed; the message names the file and the field."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} is not a Hugging Face model folder: there is no {path}")
@@ -60,8 +57,8 @@ def read_config(folder: Path | str) -> DecoderConfig:
 
 
 def parse_config(fields: Mapping[str, Any]) -> DecoderConfig:
-    """The model that the fields of a config.json describe. Raises ValueError if a field asks for what is not computed,
-    KeyError if one is missing, and perhaps TypeError, AttributeError or ArithmeticError for a wrong type or a zero."""
+    """Returns the config that the fields of a config.json describe. Raises ValueError for what is not computed,
+    KeyError for a missing field, and perhaps TypeError, AttributeError or ArithmeticError for a wrong type or a 0."""
     model_type = fields.get("model_type")
     if "vision_config" in fields or "audio_config" in fields or "text_config" in fields:
         raise ValueError(f"model_type {model_type!r} has vision or audio parts; only text decoders are supported")
@@ -98,14 +95,13 @@ def parse_config(fields: Mapping[str, Any]) -> DecoderConfig:
 
 
 def write_config(config: DecoderConfig, dtype: str, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The fields of a config.json that transformers (4.51 and later) and `parse_config` read as `config`.
+    """Returns the fields of a config.json that transformers (4.51 and later) and `parse_config` read as `config`.
+    Raises ValueError if no family of `FAMILIES` has these biases, norms, experts and sizes.
 
     Args:
-      dtype: dtype of the weights in the same folder, "float32" or "bfloat16".
+      dtype: dtype of the weights in the same folder: "float32", "bfloat16" or "float16".
       base: the fields of the folder that the weights came from. Fields that do not describe the model (token ids,
         dropout, …) are taken over. None: no further fields.
-
-    Raises ValueError if no family of `FAMILIES` has these biases, norms, experts and sizes.
     """
     experts = config.experts
     has = config.qkv_bias, config.qk_norm, experts is not None
@@ -156,7 +152,7 @@ def write_config(config: DecoderConfig, dtype: str, base: Mapping[str, Any] | No
 
 
 def _written_scaling(rope: Rope) -> dict[str, Any] | None:
-    """The field `rope_scaling` of a config.json."""
+    """Returns the field `rope_scaling` of a config.json; None for plain RoPE."""
     if rope.scaling is None:
         return None
     [kind] = [name for name, extension in _EXTENSIONS.items() if isinstance(rope.scaling, extension)]
@@ -183,7 +179,8 @@ def _refuse_what_is_not_computed(fields: Mapping[str, Any], model_type: str) -> 
 
 
 def _rope(fields: Mapping[str, Any], default_theta: float | None) -> Rope:
-    """Reads the flat fields and `rope_scaling` of transformers 4, or the one dict `rope_parameters` of 5."""
+    """Reads the flat fields and `rope_scaling` of transformers 4, or the dict `rope_parameters` of 5. Theta may be
+    missing if there is a `default_theta`. Raises ValueError for a missing field and for what is not computed."""
     positions = fields["max_position_embeddings"]
     rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
     theta = rope.pop("rope_theta", fields.get("rope_theta", default_theta))

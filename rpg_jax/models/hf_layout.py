@@ -33,7 +33,7 @@ class Stored:
       path: the keys of the parameter in the params tree.
       shape: shape of the parameter; its first `stacked` axes are the stacked ones.
       name: name of a stored tensor, with a `{}` for each stacked index.
-      groups: shape of a stored tensor; each of its dimensions flattens a group of parameter dimensions.
+      groups: for each dimension of a stored tensor, the sizes of the parameter's dimensions that it flattens.
       order: parameter dimension i, counted after the stacked axes, is dimension order[i] of the ungrouped tensor.
     """
 
@@ -55,8 +55,8 @@ class Stored:
             yield index, self.name.format(*index)
 
     def read(self, index: Index, dtype, fetch: Callable[[str, Index], np.ndarray]) -> np.ndarray:
-        """The shard `index` (a slice for each dimension) of the parameter, as an array of NumPy in `dtype`.
-        `fetch(name, index)` returns a slice of the stored tensor `name`."""
+        """Returns the shard `index` (a slice for each dimension) of the parameter, as a NumPy array in `dtype`.
+        `fetch(name, index)` returns the slice `index` of the stored tensor `name`."""
         bounds = [range(*s.indices(size)) for s, size in zip(index, self.shape, strict=True)]
         out = np.empty([len(b) for b in bounds], dtype)
         inner = [bounds[self.stacked :][self.order.index(i)] for i in range(len(self.order))]  # in stored order
@@ -76,22 +76,21 @@ class Stored:
         return out
 
     def write(self, value: Array) -> Array:
-        """The stored tensors of the parameter `value`, an array of NumPy or JAX: [*stacked axes, *tensor_shape]. A part
-        of the parameter along the stacked axes may be given in its place."""
+        """Returns the stored tensors of the parameter `value`, a NumPy or JAX array: [*stacked axes, *tensor_shape].
+        `value` may also be a part of it: some of the layers, or one layer without its axis."""
         lead = value.ndim - len(self.order)
         own = (lead + self.order.index(i) for i in range(len(self.order)))
         return value.transpose(*range(lead), *own).reshape(*value.shape[:lead], *self.tensor_shape)
 
     def restore(self, tensors: Array) -> Array:
-        """The parameter from all its stored tensors, one array [*stacked axes, *tensor_shape] of NumPy or JAX."""
+        """Returns the parameter from all its stored tensors, a NumPy or JAX array [*stacked axes, *tensor_shape]."""
         lead = range(self.stacked)
         apart = tensors.reshape(*tensors.shape[: self.stacked], *(size for group in self.groups for size in group))
         return apart.transpose(*lead, *(self.stacked + i for i in self.order))
 
     def spec(self, spec: PartitionSpec) -> PartitionSpec:
-        """How the array [*stacked axes, *tensor_shape] is split where the parameter is split by `spec`. A dimension of
-        a tensor is split only if `spec` splits no other than the first of the parameter's dimensions that it flattens.
-        """
+        """Returns how the array [*stacked axes, *tensor_shape] is split if `spec` splits the parameter. A tensor's
+        dimension is split only if `spec` splits none but the first of the parameter's dimensions that it flattens."""
         axes = tuple(spec) + (None,) * (len(self.shape) - len(spec))
         inner = [axes[self.stacked + self.order.index(i)] for i in range(len(self.order))]
         found: list[Any] = []
@@ -102,8 +101,8 @@ class Stored:
 
 
 def layout(config: DecoderConfig, *, head: bool = False) -> list[Stored]:
-    """How every parameter of a model is stored, in the order of the params tree. With `head` a tied embedding is stored
-    a second time, as the head, which comes last."""
+    """Returns how every parameter of a model is stored, in the order of the params tree. With `head` a tied embedding
+    is stored a second time, as the head, which comes last."""
     attention, mlp = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
     expert = mlp + "experts.{}." if config.experts else mlp
     # The dimensions of the parameter that each dimension of the tensor flattens, without the stacked ones.
@@ -143,14 +142,14 @@ def layout(config: DecoderConfig, *, head: bool = False) -> list[Stored]:
 
 
 def mismatch(found: Mapping[str, tuple[int, ...]], needed: Mapping[str, tuple[int, ...]]) -> str:
-    """How shapes by name differ from the needed ones: a line on missing, extra and misshapen names; "" if equal."""
+    """Returns a line on missing, extra and misshapen names if shapes `found` differ from `needed`; else ""."""
     misshapen = [f"{n} is {found[n]}, not {needed[n]}" for n in sorted(needed.keys() & found) if found[n] != needed[n]]
     faults = {"missing": sorted(needed.keys() - found), "extra": sorted(found.keys() - needed), "misshapen": misshapen}
     return "; ".join(f"{len(names)} {kind}: {some(names)}" for kind, names in faults.items() if names)
 
 
 def some(names: Sequence[str]) -> str:
-    """The first five of the names, separated by commas, and the number of the others, as "a, b, c, d, e and 2 more"."""
+    """Returns the first five names and the number of the others, with commas, as "a, b, c, d, e and 2 more"."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
@@ -168,7 +167,7 @@ def in_files(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> 
 
 
 def file_names(count: int) -> list[str]:
-    """The names of the `count` files of weights in a folder: model.safetensors for one, else numbered from 1."""
+    """Returns the names of `count` files of weights in a folder: model.safetensors for one, else numbered from 1."""
     several = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     return several if count > 1 else ["model.safetensors"]
 

@@ -30,7 +30,7 @@ _READERS = 16  # threads
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a tensor's bytes are: a file, the place of the first byte, and the dtype's name in safetensors."""
+    """Where a tensor's bytes are: a file, its descriptor, the place of the first byte, and the dtype in safetensors."""
 
     path: Path
     file: int
@@ -38,7 +38,7 @@ class _Place:
     dtype: str
 
     def read(self, into: np.ndarray) -> None:
-        """Fills the contiguous array `into` with the bytes. Other threads run meanwhile."""
+        """Fills the contiguous array `into` with the bytes. Raises ValueError if the file ends before them."""
         left, place = into.reshape(-1).view(np.uint8).data, self.start
         while left:
             got = os.preadv(self.file, [left], place)
@@ -50,7 +50,7 @@ class _Place:
 class Folder(contextlib.ExitStack):
     """Opens the safetensors of a folder, to read slices of tensors. A context, which closes the files. It opens the
     files that the folder's index names; without an index, or with another `single` than the default, the one file
-    `single`. Raises ValueError if a file is missing or damaged."""
+    `single`. Raises ValueError if a file is missing, or a file or the index is damaged."""
 
     def __init__(self, path: Path | str, single: str = "model.safetensors"):
         super().__init__()
@@ -69,12 +69,12 @@ class Folder(contextlib.ExitStack):
             self._files |= dict.fromkeys(file.keys(), file)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor, by name."""
+        """Returns the shape of every tensor, by name."""
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
 
     def places(self) -> dict[str, _Place]:
-        """The file and the place in it of every tensor's bytes, by name, while the folder is open. Raises ValueError if
-        a tensor has another dtype than float32, bfloat16 and float16."""
+        """Returns where every tensor's bytes are, by name; to be read while the folder is open. Raises ValueError if a
+        tensor has another dtype than float32, bfloat16 and float16."""
         found = {}
         for path in (self.path / name for name in self._names):
             file = os.open(path, os.O_RDONLY)
@@ -89,8 +89,8 @@ class Folder(contextlib.ExitStack):
         return found
 
     def fetch(self, name: str, index: Index) -> np.ndarray:
-        """The slice `index` of the tensor `name`, in its stored dtype. Only the bytes of the slice are read. Raises
-        KeyError if there is no such tensor."""
+        """Returns the slice `index` of the tensor `name`, in its stored dtype. Only the bytes of the slice are read.
+        Raises KeyError if there is no such tensor."""
         return self._files[name].get_slice(name)[index]
 
 
@@ -100,11 +100,11 @@ def load(
     """Loads the parameters of `config` from a folder of safetensors; each device reads its own shard only.
 
     Host memory holds this host's shards of one (stacked) parameter at a time. Floats are cast to `param_dtype` as they
-    are read. `shardings` is a tree like the params; None puts everything on the first local device.
+    are read. `shardings` is a tree like the params; None puts everything on the first local device. If it spans
+    processes, all must call `load`: a program on the devices checks that the numbers are finite.
 
-    Raises:
-      ValueError: a file is missing or damaged; or tensors are missing, extra, of another shape or not finite, or a tied
-        model has a head that differs from its embedding. The message names them.
+    Raises ValueError if a file is missing or damaged; if tensors are missing, extra, of another shape or not finite; or
+    if a tied model has a head that differs from its embedding. The message names them.
     """
     with Folder(folder) as files:
         placed = place_all(files, layout(config), param_dtype, shardings, head_is_tied=config.tie_embeddings)
@@ -122,7 +122,7 @@ class InHostMemory:
 
     Attributes:
       tensors: for each parameter, by its path in the params, one array [*stacked axes, *tensor_shape] of its tensors.
-      entries: how the parameters are stored.
+      entries: how each parameter is stored.
     """
 
     tensors: Mapping[tuple[str, ...], np.ndarray]
@@ -134,8 +134,8 @@ class InHostMemory:
         return sum(array.nbytes for array in self.tensors.values())
 
     def placed(self, param_dtype: Any, shardings: Params) -> Params:
-        """The params on devices, a nested dict in `param_dtype` and under `shardings`, a tree like the params. Returns
-        when all are there. For the cast, a device holds one parameter's shard twice. Numbers need not be finite."""
+        """Returns the params on devices, a nested dict in `param_dtype` and under `shardings`, a tree like the params,
+        when all are there. For the cast, a device holds one parameter's shard twice. NaN and infinity are no error."""
         where, found = flatten_dict(shardings), {}
         for entry in self.entries:
             sharding = where[entry.path]
@@ -151,8 +151,8 @@ class InHostMemory:
 def read(folder: Path | str, config: DecoderConfig) -> InHostMemory:
     """Reads the whole folder into host memory, many tensors at a time, without a program on a device. Raises OSError if
     a read fails, and ValueError if a file is missing or damaged; if tensors are missing, extra or of another shape; if
-    a tied model has a head that differs from its embedding; or if the layers of a parameter have different dtypes, or
-    others than float32, bfloat16 and float16."""
+    a tied model has a head that differs from its embedding; if the layers of a parameter have different dtypes; or if a
+    dtype is not float32, bfloat16 or float16."""
     entries = layout(config)
     with Folder(folder) as files, ThreadPoolExecutor(_READERS) as pool:
         _check_tensors(files, entries, head_is_tied=config.tie_embeddings)
@@ -182,7 +182,7 @@ def _restored(sharding: jax.sharding.Sharding) -> Any:
 
 
 def _named_in(index: Path) -> list[str]:
-    """The files that an index names. Raises ValueError if `index` is no index or names other folders."""
+    """Returns the files that an index names. Raises ValueError if `index` is damaged or names other folders' files."""
     names = read_object(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
         raise ValueError(f"{index} is damaged: its weight_map does not name files of this folder")
@@ -205,7 +205,7 @@ def _check_tensors(files: Folder, stored: list[Stored], *, head_is_tied: bool = 
 def place_all(
     files: Folder, stored: list[Stored], dtype, shardings: Params | None, *, head_is_tied: bool = False
 ) -> dict[tuple[str, ...], jax.Array]:
-    """The `stored` parameters in `dtype` on the devices, by their paths; each device reads its own shard only.
+    """Returns the `stored` parameters in `dtype` on the devices, by their paths; each device reads its own shard only.
     `shardings` is a nested dict by the same paths; None: all on the first local device. With `head_is_tied` the output
     head is the embedding, and the files have no head or an equal head. Raises ValueError unless the files have the
     tensors of `stored` alone, in their shapes."""
@@ -226,12 +226,12 @@ _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def local_folder(address: str | Path, *, weights: bool = True) -> Path:
-    """The folder in Hugging Face layout at `address`: a local folder itself, or a copy that is kept on this host.
+    """Returns the folder in Hugging Face layout at `address`: a local folder itself, or a copy in a cache of this host.
 
     Args:
-      address: a local folder, which need not exist; a local FILE.gguf, which is converted once; configs/NAME, a model
-        that comes with the code; gs://BUCKET/FOLDER; or OWNER/NAME on the hub, if there is no local folder of that
-        name.
+      address: a local FILE.gguf, which is converted once; gs://BUCKET/FOLDER; a local folder; configs/NAME, a model
+        that comes with the code; or OWNER/NAME on the hub. If a local folder has the address, it is the folder. An
+        address in no other form is a local folder, too, which need not exist.
       weights: False fetches only config and tokenizer.
 
     Raises:
@@ -265,7 +265,7 @@ def local_folder(address: str | Path, *, weights: bool = True) -> Path:
 
 
 def _shipped(address: str) -> Path | None:
-    """The folder of a small model that comes with the code, as configs/NAME; None if there is no such model."""
+    """Returns the folder of a small model that comes with the code, as configs/NAME; None if there is no such model."""
     package = Path(__file__).resolve().parents[1]
     found = (home / address for home in (package.parent, package) if address.startswith("configs/"))
     return next((folder for folder in found if (folder / "config.json").exists()), None)

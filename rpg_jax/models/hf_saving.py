@@ -31,7 +31,7 @@ LAST = "config.json"  # a folder without this file is not complete
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """`count` slices of a stacked parameter's first axis, from `start` on; all of a parameter that is not stacked."""
+    """A part of a parameter: `count` slices of its first axis from `start` on; all of it if it is not stacked."""
 
     entry: Stored
     start: int
@@ -51,10 +51,10 @@ class _Block:
 
 
 class Saving:
-    """How the processes of a run write a model's weights into a folder that transformers, vLLM and SGLang read.
+    """Writes a model's weights, from all processes of a run, into a folder that transformers, vLLM and SGLang read.
 
     All processes call `fetch` and consume what it yields, then each calls `write`. When all have written, one process
-    calls `complete`. The files are safetensors, an index where there are several, and config.json as the last.
+    calls `complete`. The files are safetensors, an index if there are several, and config.json as the last.
 
     The weights are divided into blocks of at most 64 MiB, or one layer of one matrix where that is larger. Every
     process gets about as many bytes of blocks. Every file and its tensors belong to one process.
@@ -62,8 +62,8 @@ class Saving:
     Args:
       config: the model.
       dtype: of the weights in the folder: float32, bfloat16 or float16.
-      base: folder whose other config fields are taken over; None: no other fields.
-      fields: further fields of config.json, such as token ids.
+      base: folder whose config.json has other fields to take over; None: no other fields.
+      fields: further fields of config.json, such as token ids, which replace fields of `base`.
       head: whether the head is a tensor of its own even if it is the embedding.
       max_file_bytes: the most bytes of a file, unless one block is larger.
     """
@@ -88,10 +88,10 @@ class Saving:
         self._files = [{next(names): held for held in own} for own in files]
 
     def fetch(self, params: Params) -> Iterator[np.ndarray]:
-        """Yields the blocks of this process in host memory, in the dtype and order of the files. A collective on the
-        main thread where `params` are spread over processes. With several processes a device holds at most three whole
-        blocks: the block that is gathered, the block before, and the block that is copied to the host. `params` is the
-        model's params, of JAX or NumPy."""
+        """Yields the blocks of this process in host memory, in the dtype and order of the files. `params` are the
+        model's params, of JAX or NumPy. A collective on the main thread if `params` are spread over processes. With
+        several processes a device holds at most three whole blocks: the block that is gathered, the block before, and
+        the block that is copied to the host."""
         leaves, own = flatten_dict(params), jax.process_index()
         before: jax.Array | None = None
         underway: jax.Array | None = None
@@ -113,8 +113,8 @@ class Saving:
             yield np.asarray(underway)
 
     def write(self, folder: Path, blocks: Sequence[np.ndarray]) -> int:
-        """Writes the files of this process from all blocks of `fetch`, several files at once. Returns their bytes.
-        Makes the folder if it is missing. Any thread may call it. Raises OSError, which names the file."""
+        """Writes the files of this process from all blocks of `fetch`, several files at once. Returns how many bytes
+        they have. Makes the folder if it is missing. Any thread may call it. Raises OSError, which names the file."""
         folder.mkdir(parents=True, exist_ok=True)
         arrays = iter(blocks)
         with ThreadPoolExecutor(_WRITERS) as pool:
@@ -157,7 +157,7 @@ class Saving:
         return written
 
     def _header(self, blocks: list[_Block]) -> bytes:
-        """The bytes before the tensors of a file: github.com/huggingface/safetensors, "Format"."""
+        """Returns the bytes before the tensors of a file: github.com/huggingface/safetensors, "Format"."""
         head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for block in blocks:
@@ -175,8 +175,8 @@ def save(folder: Path | str, config: DecoderConfig, params: Params, *, dtype: An
     """Writes `params` into a folder that transformers, vLLM and SGLang read: safetensors, and last config.json.
 
     A collective, which waits until the folder is complete: all processes must see the folder. Host memory holds two
-    blocks of at most 64 MiB, or of one layer of one matrix, at a time. Raises OSError, which names the file, and
-    ValueError if transformers has no such model.
+    blocks of at most 64 MiB, or of one layer of one matrix, at a time. Raises OSError, which names the file, and, after
+    the weights are written, ValueError as `Saving.complete`.
 
     Args:
       dtype: of the weights in the folder; None keeps the dtype of the params.
@@ -193,8 +193,8 @@ def save(folder: Path | str, config: DecoderConfig, params: Params, *, dtype: An
 
 @functools.cache
 def _program(where: NamedSharding | None) -> Any:
-    """The program that makes a block of a parameter, as it is stored, under a sharding. The result is never the input,
-    which a trainer may donate."""
+    """Returns the program that makes a block of a parameter, as it is stored, under the sharding `where` (None: of its
+    input). The result is never the input, which a trainer may donate."""
 
     def stored(leaf: jax.Array, start: int, *, entry: Stored, count: int, dtype: Any) -> jax.Array:
         if entry.stacked:
@@ -205,7 +205,8 @@ def _program(where: NamedSharding | None) -> Any:
 
 
 def _blocks(entries: list[Stored], limit: int) -> Iterator[_Block]:
-    """All blocks, of at most `limit` numbers. The blocks of a parameter are equal, so that one program makes them."""
+    """Yields all blocks, of at most `limit` numbers or one layer. The blocks of a parameter are equally large, so that
+    one program makes them."""
     for entry in entries:
         layers = entry.shape[0] if entry.stacked else 1
         row = math.prod(entry.shape) // layers
@@ -215,7 +216,7 @@ def _blocks(entries: list[Stored], limit: int) -> Iterator[_Block]:
 
 
 def _divided(blocks: Iterable[_Block], processes: int) -> list[list[_Block]]:
-    """The blocks of each process: the largest first, each to the process with the fewest numbers."""
+    """Returns each process's blocks, in order. The largest go first, each to the process with the fewest numbers."""
     numbered, held = list(enumerate(blocks)), [0] * processes
     parts: list[list[tuple[int, _Block]]] = [[] for _ in held]
     for place, block in sorted(numbered, key=lambda one: (-one[1].size, one[0])):

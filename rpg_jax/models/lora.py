@@ -37,7 +37,7 @@ TARGETS: Mapping[str, frozenset[str]] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Which matrices of a model have adapters, and how wide the adapters are. Raises ValueError for other values.
+    """Which matrices of a model have adapters, and of which rank. Raises ValueError for a value out of range.
 
     Attributes:
       rank: r, the width of A and the height of B; at least 1.
@@ -62,9 +62,9 @@ class Lora:
 
 
 def adapted_matrices(config: DecoderConfig, lora: Lora) -> list[Stored]:
-    """How the matrices that get adapters are stored, in the order of the params tree. A matrix has the shape
+    """Returns how the matrices that get adapters are stored, in the order of the params tree. A matrix has the shape
     [*stack, *inputs, *outputs] with `stacked` stack axes; `groups` is (sizes of the outputs, sizes of the inputs).
-    Raises ValueError if the model lacks `lora.targets`."""
+    Raises ValueError if the targets are "experts" in a dense model, or "feed-forward" in a mixture."""
     absent, instead = ("experts", "feed-forward") if config.experts is None else ("feed-forward", "experts")
     if lora.targets == absent:
         raise ValueError(f"model.lora.targets={absent!r}: this model has none; choose {instead}, attention or all")
@@ -72,14 +72,14 @@ def adapted_matrices(config: DecoderConfig, lora: Lora) -> list[Stored]:
 
 
 def adapter_shapes(config: DecoderConfig, lora: Lora, dtype=jnp.float32) -> Params:
-    """The tree of the adapters, {"layers": {"attention": {"q": {"a": A, "b": B}}}}, with a `ShapeDtypeStruct` for every
-    array: A [*stack, *inputs, r] and B [*stack, r, *outputs]. Raises ValueError if the model lacks `lora.targets`."""
+    """Returns the tree of the adapters, {"layers": {"attention": {"q": {"a": A, "b": B}}}}, with a `ShapeDtypeStruct`
+    for every array: A [*stack, *inputs, r] and B [*stack, r, *outputs]. Raises ValueError as `adapted_matrices`."""
     return unflatten_dict({one.path: jax.ShapeDtypeStruct(one.shape, dtype) for one in _layout(config, lora)})
 
 
 def adapter_axes(config: DecoderConfig, lora: Lora) -> Params:
-    """The tree of the adapters with a tuple of logical axes for every array: the axes of the matrix, and None for the
-    rank, which is not split. Raises ValueError if the model lacks `lora.targets`."""
+    """Returns the tree of the adapters with a tuple of logical axes for every array: the axes of the matrix, and None
+    for the rank, which is not split. Raises ValueError as `adapted_matrices`."""
     found, names = {}, flatten_dict(logical_axes(config))
     for entry in adapted_matrices(config, lora):
         axes, cut = names[entry.path], entry.stacked + len(entry.groups[1])
@@ -93,7 +93,7 @@ def init_adapters(
 ) -> Params:
     """Draws the tree of adapters: A from U(-1/√n, 1/√n) for n inputs, as the library peft does, and B = 0. So the first
     policy is the base itself. The adapters depend on `seed`, `config`, `lora` and `dtype` only. They are drawn under
-    `shardings`, a tree like theirs; None: on the default device."""
+    `shardings`, a tree like theirs; None: on the default device. Raises ValueError as `adapted_matrices`."""
 
     def drawn(seed: jax.Array) -> Params:
         key, leaves = jax.random.key(seed), flatten_dict(adapter_shapes(config, lora, dtype))
@@ -116,23 +116,23 @@ class Base:
     scale: float = flax.struct.field(pytree_node=False)
 
     def policy(self, adapters: Params) -> Params:
-        """The params of the model with these unscaled adapters: an `Adapted` in place of every matrix that has one."""
+        """Returns the model's params with unscaled `adapters`: an `Adapted` in place of every matrix that has one."""
         return attached(self.weights, scaled(adapters, self.scale))
 
 
 def policy_params(base: Base | None, trained: Params) -> Params:
-    """The params of the model: `trained` itself if `base` is None, else `base` with the adapters `trained`."""
+    """Returns the model's params: `trained` itself if `base` is None, else `base` with the adapters `trained`."""
     return trained if base is None else base.policy(trained)
 
 
 def scaled(adapters: Params, scale: float) -> Params:
-    """The tree of adapters with the factor `scale`, which is alpha / rank, on every B. A stays."""
+    """Returns the tree of adapters with the factor `scale`, which is alpha / rank, on every B. A stays."""
     leaves = {path: x * scale if path[-1] == "b" else x for path, x in flatten_dict(adapters).items()}
     return unflatten_dict(leaves)
 
 
 def attached(weights: Params, adapters: Params) -> Params:
-    """The params `weights` with an `Adapted` in place of every matrix that has an adapter; B is scaled already."""
+    """Returns `weights` with an `Adapted` in place of every matrix that has an adapter; B is scaled already."""
     own, found = flatten_dict(adapters), flatten_dict(weights)
     for path in {path[:-1] for path in own}:
         found[path] = Adapted(found[path], own[*path, "a"], own[*path, "b"])
@@ -140,7 +140,7 @@ def attached(weights: Params, adapters: Params) -> Params:
 
 
 def merged(params: Params) -> Params:
-    """`params` as arrays alone: every `Adapted` becomes W + A B, rounded once, and every `Int8` its values · scale."""
+    """Returns `params` as arrays: every `Adapted` becomes W + A B, rounded once, every `Int8` its values · scale."""
 
     def leaf(x: Any) -> Any:
         return x.merged() if isinstance(x, Adapted) else x[...]
@@ -162,7 +162,7 @@ _OFF = (
 def save_adapters(folder: Path | str, config: DecoderConfig, lora: Lora, adapters: Params, *, base: str | None) -> None:
     """Writes adapters (unscaled) in float32 into a folder that the library peft reads: adapter_model.safetensors, then
     adapter_config.json. A collective: all processes must call it; process 0 writes, and makes the folder. The others do
-    not wait for the files. `base` is the base model's name or folder, for the field `base_model_name_or_path`."""
+    not wait for the files. `base`, the base model's name or folder, or None, is the field `base_model_name_or_path`."""
     folder, leaves, held = Path(folder), flatten_dict(adapters), {}
     for entry in _layout(config, lora):
         for index, name in entry.tensors():
@@ -201,7 +201,7 @@ def load_adapters(
 
 
 def _layout(config: DecoderConfig, lora: Lora) -> list[Stored]:
-    """How A and B of every adapted matrix are stored: lora_A [r, inputs] and lora_B [outputs, r]."""
+    """Returns how A and B of every adapted matrix are stored: lora_A [r, inputs] and lora_B [outputs, r]."""
     found = []
     for entry in adapted_matrices(config, lora):
         (outputs, inputs), lead, rank = entry.groups, entry.shape[: entry.stacked], (lora.rank,)
@@ -214,12 +214,12 @@ def _layout(config: DecoderConfig, lora: Lora) -> list[Stored]:
 
 
 def _modules(config: DecoderConfig, lora: Lora) -> list[str]:
-    """The names of the adapted modules, as q_proj."""
+    """Returns the names of the adapted modules, as q_proj, sorted."""
     return sorted({entry.name.split(".")[-2] for entry in adapted_matrices(config, lora)})
 
 
 def _check(folder: Path, config: DecoderConfig, lora: Lora) -> None:
-    """Raises ValueError where the folder's adapters do not compute W + (alpha / rank) A B as `lora` says."""
+    """Raises ValueError unless the folder's adapters compute W + (alpha / rank) A B, with the values of `lora`."""
     file = folder / CONFIG
     if not file.exists():
         raise ValueError(f"{folder} has no {CONFIG}: model.lora.path is the folder of an adapter, written by peft")
