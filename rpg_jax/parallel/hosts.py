@@ -38,7 +38,7 @@ def is_first() -> bool:
 
 
 def _service() -> Any:
-    """The client of the coordination service. JAX does not export the client; Orbax takes it from the same place."""
+    """Returns the client of the coordination service. JAX does not export it; Orbax takes it from the same place."""
     client = distributed.global_state.client
     assert client is not None, "jax.distributed.initialize has not run"
     return client
@@ -68,8 +68,8 @@ def publish_failure(reason: str, code: int) -> None:
 
 
 def published_failure() -> Failure | None:
-    """The first failure that a process has published; None if there is none yet. It waits for no process. Raises
-    jax.errors.JaxRuntimeError if the coordination service does not answer."""
+    """Returns the first failure that a process has published; None if there is none yet. It waits for no process.
+    Raises jax.errors.JaxRuntimeError if the coordination service does not answer."""
     try:
         return Failure(*json.loads(_service().key_value_try_get(_FAILURE)))
     except jax.errors.JaxRuntimeError as error:
@@ -79,15 +79,15 @@ def published_failure() -> Failure | None:
 
 
 def barrier(name: str, patience_ms: int = _PATIENCE_MS) -> None:
-    """A collective: returns after every process has called it; with one process, at once. Messages show `name`. Raises
-    jax.errors.JaxRuntimeError if a process is missing for `patience_ms` milliseconds (default: a week)."""
+    """Waits until every process has called it: a collective. With one process it returns at once. Messages show `name`.
+    Raises jax.errors.JaxRuntimeError if a process is missing for `patience_ms` milliseconds (default: a week)."""
     if jax.process_count() > 1:
         _service().wait_at_barrier(f"rpg_jax/{next(_calls)}/{name}", patience_ms)
 
 
 @contextlib.contextmanager
 def first_alone(name: str) -> Iterator[None]:
-    """A collective context: process 0 runs the block first; then all other processes run it. Messages show `name`. If
+    """Runs the block in process 0 first, then in all other processes: a collective context. Messages show `name`. If
     the block raises in process 0, the others keep waiting."""
     if not is_first():
         barrier(name)
@@ -97,8 +97,8 @@ def first_alone(name: str) -> Iterator[None]:
 
 
 def all_gather_bytes(value: bytes) -> list[bytes]:
-    """The `value` of every process, in the order of the processes. Lengths may differ. A collective, which waits for
-    all processes. The values go through the coordination service, or over the devices if one is above 1 MiB."""
+    """Returns the `value` of every process, in the order of the processes. Lengths may differ. A collective; it waits
+    for all processes. The values go through the coordination service, or over the devices if one is above 1 MiB."""
     if jax.process_count() == 1:
         return [value]
     small = len(value) <= _SMALL
@@ -119,14 +119,14 @@ class SharedCounter:
         self._key, self._alone = f"rpg_jax/{next(_calls)}/drawn", itertools.count()
 
     def draw(self) -> int:
-        """The lowest number, from 0 on, that nobody has drawn from this counter yet. It waits for no process."""
+        """Returns the lowest number, from 0 on, that nobody has drawn from this counter. It waits for no process."""
         if jax.process_count() == 1:
             return next(self._alone)
         return _service().key_value_increment(self._key, 1) - 1
 
 
 def pmax(value: int) -> int:
-    """The largest `value` of any process. A collective; it waits for all processes."""
+    """Returns the largest `value` of any process. A collective; it waits for all processes."""
     return max(map(int, _main.all_gather_bytes(b"%d" % value)))
 
 
@@ -140,7 +140,7 @@ class Exchange:
         self._spent: list[str] = []  # keys of this process that other processes may still read
 
     def all_gather_bytes(self, value: bytes) -> list[bytes]:
-        """The `value` of every process, in the order of the processes, for which it waits. Lengths may differ."""
+        """Returns every process's `value`, in the order of the processes, when all have called. Lengths may differ."""
         if jax.process_count() == 1:
             return [value]
         client, own, keys = _service(), jax.process_index(), f"{self._keys}/{next(self._rounds)}"
@@ -164,7 +164,7 @@ _main = Exchange()  # the exchange of the main threads
 
 
 def _read(client: Any, prefix: str) -> bytes:
-    """The value stored in pieces under `prefix`. The last piece begins with `.`, each other piece with `+`."""
+    """Returns the value stored in pieces under `prefix`. The last piece begins with `.`, each other piece with `+`."""
     pieces = list[bytes]()
     for number in itertools.count():
         piece = client.blocking_key_value_get_bytes(f"{prefix}/{number}", _PATIENCE_MS)
@@ -175,7 +175,7 @@ def _read(client: Any, prefix: str) -> bytes:
 
 
 def _over_devices(value: bytes, sizes: Sequence[int]) -> list[bytes]:
-    """The `value` of every process, whose lengths are `sizes`. A device collective takes `PIECE` bytes a process."""
+    """Returns the `value` of every process, of lengths `sizes`. A device collective takes `PIECE` bytes a process."""
     pieces: list[list[bytes]] = [[] for _ in sizes]
     for start in range(0, max(sizes), PIECE):
         mine = np.frombuffer(value[start : start + PIECE], np.uint8)
@@ -189,8 +189,8 @@ def _over_devices(value: bytes, sizes: Sequence[int]) -> list[bytes]:
 
 
 def share(items: Sequence[T]) -> list[T]:
-    """The part of `items` that belongs to this process: process p of n takes items p, p + n, p + 2n, … Neighbours are
-    often alike, for example long prompts. This order spreads neighbours over the processes. Not a collective."""
+    """Returns this process's part of `items`: process p of n takes items p, p + n, p + 2n, … Neighbours are often
+    alike, for example long prompts. This order spreads neighbours over the processes. Not a collective."""
     return list(items[jax.process_index() :: jax.process_count()])
 
 
@@ -208,8 +208,8 @@ def placed(rows: Tree, sharding: jax.sharding.Sharding) -> Tree:
 
 
 def gathered(x: jax.Array) -> np.ndarray:
-    """The whole of `x` as a NumPy array on every host. It waits until `x` is computed. A collective over the devices if
-    devices of other processes hold parts of `x`."""
+    """Returns the whole of `x` as a NumPy array on every host. It waits until `x` is computed. A collective over the
+    devices if `x` is also on devices of other processes."""
     return np.asarray(x) if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
 
 
@@ -243,23 +243,23 @@ def local_copies(tree: Tree, shardings: Tree) -> Tree:
 
 @jax.jit
 def checksum_of_tree(tree: Tree) -> jax.Array:
-    """A checksum u32[2] of 64 bits over the bit patterns, places and names of all leaves of a tree of arrays. It is
-    equal under every sharding. A change of one element always changes the checksum. A change of several elements goes
-    unnoticed with a probability of about 2^-64."""
+    """Returns a checksum u32[2] of 64 bits over the bit patterns, places and names of all leaves of a tree of arrays.
+    It is equal under every sharding. A change of one element always changes the checksum. A change of several elements
+    goes unnoticed with a probability of about 2^-64."""
     return checksums_of_leaves(tree).sum(axis=0, dtype=jnp.uint32)
 
 
 @jax.jit
 def checksums_of_leaves(tree: Tree) -> jax.Array:
-    """The 64-bit checksums u32[L, 2] of the L arrays of a tree, in the order of `jax.tree.leaves`: of bit patterns,
-    places and the array's path in the tree. They are equal under every sharding."""
+    """Returns the 64-bit checksums u32[L, 2] of the L arrays of a tree, in the order of `jax.tree.leaves`: of bit
+    patterns, places and the array's path in the tree. They are equal under every sharding."""
     tree = jax.device_put(tree, jax.memory.Space.Device)  # some leaves may wait in host memory
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return jnp.stack([_folded(x, zlib.crc32(jax.tree_util.keystr(path).encode())) for path, x in leaves])
 
 
 def _folded(x: jax.Array, salt: int) -> jax.Array:
-    """Two sums modulo 2^32 over the elements, each mixed with its place; their order does not change the sums."""
+    """Returns two sums u32[2] over the elements, each mixed with its place and `salt`; their order changes no sum."""
     words = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.itemsize])
     place, stride = jnp.uint32(salt), 1
     for axis in reversed(range(words.ndim)):
@@ -270,7 +270,7 @@ def _folded(x: jax.Array, salt: int) -> jax.Array:
 
 
 def _mix(h: jax.Array) -> jax.Array:
-    """The finaliser of MurmurHash3, a bijection of u32."""
+    """Returns `h` after the finaliser of MurmurHash3, a bijection of u32."""
     h = (h ^ h >> 16) * jnp.uint32(0x85EBCA6B)
     h = (h ^ h >> 13) * jnp.uint32(0xC2B2AE35)
     return h ^ h >> 16

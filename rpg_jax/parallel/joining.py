@@ -27,10 +27,9 @@ _failing = threading.Event()
 
 
 def initialize(arguments: dict[str, Any]) -> None:
-    """Joins the other processes, with the `arguments` that `settings` returned; returns when all have joined.
-
-    From then on, this process ends if another one publishes that it has failed. At its end it waits for the others.
-    """
+    """Joins the other processes, with the `arguments` that `settings` returned; returns when all have joined. From then
+    on, this process ends if another process publishes that it has failed, with the exit code of the failure. At its own
+    end this process waits for the others."""
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM and let the process go on
     jax.distributed.initialize(**arguments)
     _keep_every_program()
@@ -77,7 +76,7 @@ def fail(reason: str, code: int) -> None:
 
     A process that has not joined the others joins them first: else they would wait for half an hour. If the others do
     not come within ten minutes, it ends alone. If several fail at once, all end with the code of one failure. Returns
-    if the run has one process, or if JAX refuses to join.
+    if the run has one process, its `settings` are wrong, or JAX refuses to join.
     """
     try:
         if not jax.distributed.is_initialized():
@@ -101,7 +100,8 @@ def fail(reason: str, code: int) -> None:
 
 
 def _leave(code: int) -> None:
-    """Ends this process at once: JAX would wait for the other processes for five minutes."""
+    """Ends this process with exit code `code`: JAX would wait for the other processes for five minutes. A process that
+    serves the coordination service ends four seconds later than the call, and any other process at once."""
     sys.stdout.flush()
     sys.stderr.flush()
     if hosts.has_service():  # JAX aborts a process whose service has gone: let the others end first
@@ -110,12 +110,10 @@ def _leave(code: int) -> None:
 
 
 def settings(heartbeat_timeout: int | None = None) -> dict[str, Any] | None:
-    """The arguments of `jax.distributed.initialize`, from the environment; None if the run has one process.
-
-    `heartbeat_timeout` has seconds, after which a silent process counts as lost; None: JAX's own.
-
-    Raises ValueError if several processes have no coordinator, a rank is out of range, or a variable is no number.
-    """
+    """Returns the arguments of `jax.distributed.initialize`, from the environment; None without
+    JAX_COORDINATOR_ADDRESS, for a run of one process. `heartbeat_timeout` is the number of seconds after which a silent
+    process counts as lost; None: JAX's own. Raises ValueError if several processes have no coordinator, a rank is
+    missing or out of range, or a variable is no number."""
     env = os.environ
     coordinator = env.get("JAX_COORDINATOR_ADDRESS")
     processes, process_id = _number("JAX_NUM_PROCESSES"), _number("JAX_PROCESS_ID")

@@ -17,15 +17,13 @@ hidden units and vocabulary entries.
 
 
 def make_mesh(shape: Mapping[str, int] | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh with every axis of `MESH_AXES`, of type Auto, of `devices` (None: all devices of the run).
+    """Returns a mesh with every axis of `MESH_AXES`, of type Auto, of `devices` (None: all devices of the run).
 
     `shape` has the sizes of axes (None: none). A missing axis has size 1. One axis may be -1: it takes the devices that
     are left. On several TPU slices, `replica` spans the slices over the slow network (a size of 1 becomes their
     number), and every other axis lies within a slice. An axis may be a part of a dimension of the torus.
 
-    Raises:
-      ValueError: an axis is unknown, the sizes do not multiply to the number of devices, the slices do not divide
-        `replica`, or the devices do not fill a box of the torus, the same box in every slice.
+    Raises ValueError as `mesh_sizes`, or if the devices do not fill a box of the torus, the same box in every slice.
     """
     devices = list(jax.devices() if devices is None else devices)
     slices = len({getattr(d, "slice_index", 0) for d in devices}) if devices[0].platform == "tpu" else 1
@@ -46,14 +44,13 @@ def make_mesh(shape: Mapping[str, int] | None = None, devices: Sequence[jax.Devi
 
 
 def mesh_sizes(shape: Mapping[str, int], devices: int, slices: int = 1) -> dict[str, int]:
-    """The size of every axis of `MESH_AXES`, in this order, on `devices` devices in all, of `slices` TPU slices.
+    """Returns the size of every axis of `MESH_AXES`, in this order, on `devices` devices of all `slices` TPU slices.
 
     An axis that `shape` lacks has size 1. One axis may be -1: it takes the devices that are left. On several slices, a
     `replica` of 1 becomes the number of slices: one copy of the parameters in each.
 
-    Raises:
-      ValueError: an axis is unknown, a size is below 1, the product of the sizes is not the number of devices, or the
-        slices do not divide `replica`.
+    Raises ValueError if an axis is unknown, a size is below 1, the product of the sizes is not the number of devices,
+    or the slices do not divide `replica`.
     """
     sizes = dict.fromkeys(MESH_AXES, 1) | dict(shape)
     unknown = set(sizes) - set(MESH_AXES)

@@ -45,9 +45,9 @@ _IN_FORCE = jax.make_user_context()
 
 
 def override(overrides: Mapping[str, MeshAxes], rules: Rules = RULES) -> Rules:
-    """A copy of `rules` with the entries of `overrides`. An entry maps a logical axis to one mesh axis, to a tuple or
-    list of mesh axes, or to None: every device then holds the dimension whole. Raises ValueError if `rules` lacks the
-    logical axis, `MESH_AXES` lacks a mesh axis, or an entry names a mesh axis twice."""
+    """Returns a copy of `rules` with the entries of `overrides`. An entry maps a logical axis to one mesh axis, to a
+    tuple or list of mesh axes, or to None: every device then holds the dimension whole. Raises ValueError if `rules`
+    lacks the logical axis, `MESH_AXES` lacks a mesh axis, or an entry names a mesh axis twice."""
     unknown = sorted(set(overrides) - set(rules))
     if unknown:
         raise ValueError(f"unknown logical axes {unknown}; the rules name {', '.join(sorted(rules))}")
@@ -61,9 +61,9 @@ def override(overrides: Mapping[str, MeshAxes], rules: Rules = RULES) -> Rules:
 
 
 def parse_rules(text: str | None) -> Rules:
-    """`RULES` with the entries of `text`, e.g. "embed=fsdp+context,kv_heads="; `RULES` alone for None or "". An entry
-    without a mesh axis replicates. Of two entries for one axis the last counts. Raises ValueError if an entry has no
-    "=", names an unknown logical axis or mesh axis, or names a mesh axis twice."""
+    """Returns `RULES` with the entries of `text`, e.g. "embed=fsdp+context,kv_heads="; `RULES` alone for None or "". An
+    entry without a mesh axis replicates. Of two entries for one axis the last counts. Raises ValueError if an entry has
+    no "=", names an unknown logical axis or mesh axis, or names a mesh axis twice."""
     overrides: dict[str, MeshAxes] = {}
     for entry in (part.strip() for part in (text or "").split(",") if part.strip()):
         name, sign, axes = entry.partition("=")
@@ -74,19 +74,19 @@ def parse_rules(text: str | None) -> Rules:
 
 
 def shards(name: str, sizes: Mapping[str, int], rules: Rules = RULES) -> int:
-    """The number of parts into which a mesh cuts the logical axis `name`; `sizes` has the size of each mesh axis."""
+    """Returns the number of parts into which a mesh with axes of `sizes` cuts the logical axis `name` under `rules`."""
     return math.prod(sizes[axis] for axis in _axes(rules[name]))
 
 
 def shardings(logical_axes: Any, shapes: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
-    """The tree of `shapes`, arrays or ShapeDtypeStructs, with the NamedSharding on `mesh` in place of each array.
+    """Returns the tree of `shapes`, arrays or ShapeDtypeStructs, with a NamedSharding on `mesh` in place of each.
 
     `logical_axes` is the same tree with a tuple in place of each array: the logical name of each dimension, or None for
     a dimension that is not sharded.
 
-    Raises:
-      ValueError: `rules` lacks a name, two dimensions fall on one mesh axis, mesh axes do not divide a dimension, or
-        there are more or fewer names than dimensions; the message names the leaf. Or `check` refuses the rules.
+    Raises ValueError if `rules` lacks a name, two dimensions fall on one mesh axis, mesh axes do not divide a
+    dimension, or there are more or fewer names than dimensions; the message names the leaf. Or if `check` refuses the
+    rules.
     """
     check(rules, mesh.shape)
 
@@ -116,9 +116,8 @@ def check(rules: Rules, sizes: Mapping[str, int]) -> None:
     experts may share an axis with rows: before a product, devices gather the parts or the tokens. `sizes` has the size
     of every axis in `MESH_AXES`.
 
-    Raises:
-      ValueError: a mesh axis breaks this rule, or cuts both rows and positions; or the key-value heads are neither on
-        all devices nor sharded as the query heads.
+    Raises ValueError if a mesh axis breaks this rule, or cuts both rows and positions of a batch; or if the key-value
+    heads are neither on all devices nor sharded as the query heads.
     """
     wide = {name: tuple(axis for axis in _axes(axes) if sizes[axis] > 1) for name, axes in rules.items()}
     for part, tokens in itertools.product(_SUMMED, _TOKENS):
