@@ -75,8 +75,8 @@ def arguments(parser: cli.Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields the measurement of each kernel of this platform, a dict of fields. Progress goes to stderr. In
-    the end raises `cli.Ended` if some kernel failed or differs from XLA."""
+    """Yields the measurement of each kernel of this platform, a dict of fields. Progress goes to stderr. In the end
+    raises `cli.Ended` if some kernel failed or differs from XLA."""
     wrong = []
     for case in cases(platform()):
         progress(f"{case.name} in {case.dtype}, {case.model}")
@@ -89,8 +89,8 @@ def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def measured(case: Case, repeats: int) -> dict[str, Any]:
-    """One kernel's measurement, a dict of fields: what was compared, "difference", "kernel_seconds", "xla_seconds" and
-    "passed". If the kernel raises an error, the field "error" has it in place of difference and seconds."""
+    """Returns one kernel's measurement, a dict: what was compared, "difference", "kernel_seconds", "xla_seconds" and
+    "passed". If the kernel raises an error, "error" replaces difference and seconds, and "passed" is False."""
     found: dict[str, Any] = {"bench": "kernels", "name": case.name, "kernel": case.kernel, "model": case.model}
     found |= {"shape": " ".join(f"{letter}={size}" for letter, size in case.sizes.items()), "dtype": case.dtype}
     found |= {"device": jax.devices()[0].device_kind, "interpreted": platform() == "cpu", "limit": case.limit}
@@ -141,7 +141,7 @@ def _seconds(step: Step, repeats: int) -> float:
 
 @jax.jit
 def _difference(ours: jax.Array, expected: jax.Array) -> jax.Array:
-    """The largest relative distance of two vectors; infinity where one of them is not finite."""
+    """Returns the largest relative distance of two vectors (the last axes); infinity where a vector is not finite."""
     ours, expected = ours.astype(jnp.float32), expected.astype(jnp.float32)
     lengths = jnp.linalg.norm(expected, axis=-1)
     typical = jnp.maximum(jnp.median(lengths), 1e-30)
@@ -150,13 +150,13 @@ def _difference(ours: jax.Array, expected: jax.Array) -> jax.Array:
 
 
 def _normal(dtype: str, *shapes: tuple[int, ...]) -> list[jax.Array]:
-    """Arrays of random numbers; for int8 in the dtype of the queries beside such a cache."""
+    """Returns arrays of random numbers in `dtype`, and for "int8" in the dtype of the queries beside such a cache."""
     dtype = dtype if dtype != "int8" else "float32" if platform() == "cpu" else "bfloat16"
     return [jax.random.normal(jax.random.key(i), shape).astype(dtype) for i, shape in enumerate(shapes)]
 
 
 def _train(implementation: str, dtype: str, *, B: int, T: int, N: int, K: int, H: int) -> Step:
-    """Attention in packed rows of two segments and padding, and its gradients."""
+    """Returns a call of attention in packed rows of two segments and padding, with its gradients."""
     q, k, v, weight = _normal(dtype, (B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H))
     index, second = jnp.arange(T), jnp.array([[T // 3], [T // 2]])[:B]
     segments = jnp.where(index < T - T // 5, 1 + (index >= second), 0).astype(jnp.int32)
@@ -170,7 +170,7 @@ def _train(implementation: str, dtype: str, *, B: int, T: int, N: int, K: int, H
 
 
 def _cache(dtype: str, S: int, C: int, K: int, H: int) -> KVCache:
-    """A cache of two layers, whose slots are filled from nothing to almost all."""
+    """Returns a cache of two layers, whose slots are filled from nothing to almost all."""
     keys, values = _normal(dtype, (2, S, K, H, C), (2, S, K, C, H))
     cache = KVCache(keys, values, jnp.linspace(0, C - 64, S).astype(jnp.int32))
     return jax.jit(KVCache.rounded)(cache) if dtype == "int8" else cache
@@ -187,7 +187,7 @@ def _decode(implementation: str, dtype: str, *, S: int, C: int, N: int, K: int, 
 
 
 def _append(implementation: str, dtype: str, *, S: int, C: int, N: int, K: int, H: int) -> Step:
-    """Writes of one token a slot, in place, each at the lengths that the write before left."""
+    """Returns a call that writes one token a slot, in place, at the lengths that the call before has left."""
     cache, (k, v) = _cache(dtype, S, C, K, H), _normal(dtype, (2, S, K, H), (2, S, K, H))
     append = jax.jit(functools.partial(KVCache.append, ragged=implementation == "ragged"), donate_argnums=0)
 
@@ -200,7 +200,8 @@ def _append(implementation: str, dtype: str, *, S: int, C: int, N: int, K: int, 
 
 
 def _experts(implementation: str, dtype: str, *, M: int, E: int, D: int, F: int) -> Step:
-    """Products of rows and the matrices of their experts, and both gradients. Experts have unlike numbers of rows."""
+    """Returns a call that multiplies rows by the matrices of their experts, with both gradients. Experts have unlike
+    numbers of rows."""
     rows, matrices, weight = _normal(dtype, (M, D), (E, D, F), (M, F))
     shares = np.random.default_rng(0).dirichlet(np.ones(E))
     counts = jnp.asarray(np.floor(shares * (M - 5)), jnp.int32)  # the last rows belong to no expert

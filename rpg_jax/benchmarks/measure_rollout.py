@@ -1,7 +1,6 @@
 """Times completions of exactly `max_tokens` tokens from random weights, by each driver.
 
-They take turns within one run: a busy machine slows all of them alike.
-
+The drivers take turns within one run: a busy machine slows all of them alike.
 `python -m experiments.peers rollout` puts Hugging Face's `generate` and Tunix's sampler beside them.
 """
 
@@ -33,10 +32,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, peers: Mapping[str, Peer] = MappingProxyType({})) -> Iterator[dict[str, Any]]:
-    """Yields one measurement, a dict: medians over --repeats for each driver of seconds and tokens/s, and its decode
-    seconds, other seconds and slot occupancy. `peers`, by name, generate as many completions, in turn; they are closed.
-    The fields of the first driver, `orchestrator` where JetStream is installed, have no prefix. `peak_bytes` is the
-    memory of this process. Raises ValueError if a peer made another number of tokens."""
+    """Yields one measurement, a dict. Each driver has its medians of seconds and tokens/s over --repeats, its means of
+    decode seconds and of other seconds, and its slot occupancy. `peers`, by name, generate as many completions, in
+    turn; in the end they are closed. The fields of the first driver, `orchestrator` where JetStream is installed, have
+    no prefix. `peak_bytes` is the memory of this process. Raises ValueError if a peer made another number of tokens."""
     work = PRESETS[arguments.preset]
     if jax.default_backend() == "cpu":
         cli.keep_buffers()  # as a run does

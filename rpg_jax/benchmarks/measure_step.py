@@ -10,11 +10,11 @@ take turns, and each round begins with another setting: a busy machine slows all
 it less. `first_step_seconds` ends with the first update, imports and compilation included; it begins with the process,
 or with the setting if that is not the first.
 
-`model_flops` are the mathematics on all devices, without recomputation and without the adapters' own products, and
-`share_of_peak` is their share of the bf16 peak of GPUs or TPUs. `program_flops` and `program_bytes` are of one device,
-counted in the compiled update, with what is computed again. XLA's own cost analysis counts a loop over layers once;
-here it counts once for each layer. Programs for GPUs hide their products in calls of libraries, so a GPU does not have
-these two fields.
+`model_flops` are the mathematics on all devices, without the adapters' own products and without recomputation, except
+for the logits', and `share_of_peak` is their share of the bf16 peak of GPUs or TPUs. `program_flops` and
+`program_bytes` are of one device, counted in the compiled update, with what is computed again. XLA's own cost analysis
+counts a loop over layers once; here it counts once for each layer. Programs for GPUs hide their products in calls of
+libraries, so a GPU does not have these two fields.
 
 All bytes are of one device. `arguments_bytes` to `in_place_bytes` are the compiler's. `peak_bytes` is measured, of all
 settings so far; on CPU it is the process's. `base_bytes` are frozen weights, `trained_bytes` weights or adapters,
@@ -55,8 +55,8 @@ def run(
     arguments: argparse.Namespace, start_peer: Callable[[Subject], Peer] | None = None
 ) -> Iterator[list[dict[str, Any]]]:
     """Yields one list with the measurement of each setting, a dict of fields. Progress goes to stderr. `start_peer`
-    starts another library on the first setting, whose updates take turns with ours, and is closed in the end. The field
-    `ratio` is our first median over the peer's. Raises ValueError if a setting is wrong."""
+    starts another library on the first setting. The library's updates take turns with ours, and it ends after them. The
+    field `ratio` is the first setting's median over the library's. Raises ValueError if a setting is wrong."""
     settings = cli.settings(arguments.beside).items()
     subjects = {name: subject.chosen(arguments, changes=changes) for name, changes in settings}
     contenders: list[Contender] = []
@@ -114,8 +114,7 @@ class Contender:
         self.times.append((time.perf_counter() - began, time.process_time() - used))
 
     def result(self, of: float | None = None) -> dict[str, Any]:
-        """The measurement over all updates, a dict of fields. `of`: the first column's median seconds; None for
-        itself."""
+        """Returns the measurement over all updates, a dict. `of`: the first setting's median seconds; None: its own."""
         one, (ours, used) = self.one, zip(*self.times, strict=True)
         layout, seconds = one.layout, statistics.median(ours)
         asked: Any = self.compiled.memory_analysis()

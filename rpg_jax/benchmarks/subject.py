@@ -89,33 +89,33 @@ class Subject:
 
     @property
     def shape(self) -> RowShape:
-        """The shape of the micro-batch."""
+        """The shape of the micro-batch, which is all that an update takes."""
         return row_shape(self.layout.config)
 
     @property
     def tokens(self) -> int:
-        """Tokens that pass through the model in a step, prompts included."""
+        """The tokens of the micro-batch that pass through the model in an update, prompts included."""
         return self.shape.rows * self.shape.length
 
     @property
     def step_flops(self) -> float:
-        """Operations of the model in one step, on all devices; recomputation does not count."""
+        """The model's operations in an update, on all devices. Of recomputation, that of the logits alone counts."""
         rows, length, predicted, *_ = self.shape
         sizes: dict[str, Any] = {"rows": rows, "length": length, "predicted": predicted}
         return training_flops(self.layout.model, **sizes, frozen=self.layout.lora is not None)
 
     def state(self) -> TrainState:
-        """Random weights or adapters on the devices, shaped as `learner.like`, and the optimizer's first state."""
+        """Returns random weights or adapters on the devices, as `learner.like`, and the optimizer's first state."""
         layout = self.layout
         return self.learner.create(_random(layout) if layout.lora is None else first_adapters(layout))
 
     def base(self) -> models.Base | None:
-        """Random frozen weights beside adapters, the first argument of a program; None if all weights are trained."""
+        """Returns random frozen weights, beside which adapters are trained; None if all weights are trained."""
         return None if self.layout.lora is None else new_base(self.layout, _random)
 
     def batch(self) -> Batch:
-        """A micro-batch on the devices: random tokens in rows without padding, each completion at its row's end. The
-        log-probs of the policies are a little apart. It is the same at each call."""
+        """Returns a micro-batch on the devices, the same at each call: random tokens in rows without padding, each
+        completion at its row's end. Log-probs of the behaviour policy and of the reference are a little apart."""
         (rows, length, completion, *_), vocabulary = self.shape, self.layout.model.vocab_size
         prompt = length - min(completion, length - 1)
         rng = np.random.default_rng(0)
@@ -132,7 +132,7 @@ class Subject:
 
 
 def _random(layout: Layout) -> Any:
-    """Random weights in the shapes, dtypes and shardings of a layout."""
+    """Draws random weights in the shapes, dtypes and shardings of a layout."""
     m = layout.config.model
     dtypes = {"param_dtype": m.param_dtype, "compute_dtype": m.compute_dtype}
     return models.init(layout.model, **dtypes, remat=m.remat, shardings=layout.param_shardings)[1]
@@ -145,9 +145,9 @@ def arguments(parser: cli.Parser) -> None:
 
 
 def chosen(arguments: argparse.Namespace, changes: Sequence[str]) -> Subject:
-    """The subject that the options choose, with the overrides `changes` ("--config.FIELD=VALUE"), on all devices.
-    Without --config it is a preset, w1 by default. Changes how this process takes memory (`cli.keep_pages`). Raises
-    ValueError for an unknown field or file, for both options, and without a published model."""
+    """Returns the subject that the options choose, with the overrides `changes` ("--config.FIELD=VALUE"), on all
+    devices. Without --config it is a preset, w1 by default. Raises ValueError for an unknown field or file, for both
+    options, and if a config names no model. Changes how this process takes memory (`cli.keep_pages`)."""
     cli.keep_pages()
     if arguments.config and arguments.preset:
         raise ValueError("--preset or --config, not both")
@@ -164,7 +164,7 @@ def chosen(arguments: argparse.Namespace, changes: Sequence[str]) -> Subject:
 
 
 def _fields(preset: str) -> Mapping[str, Any]:
-    """The config fields of a work unit: one update of AdamW in f32."""
+    """Returns the config fields of a preset's work: one update of AdamW, computed in the dtype of the work."""
     work, model = PRESETS[preset], PRESETS[preset].model
     return {
         **{f"model.{name}": getattr(model, name) for name in ("num_layers", *DIMENSIONS)},
@@ -180,7 +180,7 @@ def _fields(preset: str) -> Mapping[str, Any]:
 
 
 def peak_flops() -> float | None:
-    """Peak bf16 operations per second of all devices of the run together; None if the kind of device is unknown."""
+    """Returns peak bf16 operations per second of all devices of the run together; None if their kind is unknown."""
     device = jax.devices()[0]
     if device.platform == "tpu":
         kind = _TPU_KINDS.get(device.device_kind)
@@ -190,7 +190,7 @@ def peak_flops() -> float | None:
 
 
 def peak_bytes() -> int:
-    """The most bytes of resident memory that this process has had so far, on the host."""
+    """Returns the most bytes of host memory that this process has had resident so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -200,7 +200,7 @@ def progress(message: str) -> None:
 
 
 def since_start() -> float:
-    """Seconds since this process began; without /proc, its seconds of CPU time."""
+    """Returns the seconds since this process began; without /proc, its seconds of CPU time."""
     stat = Path("/proc/self/stat")
     if not stat.exists():
         return time.process_time()
