@@ -137,8 +137,8 @@ class Decoder(nnx.Module):
         """Takes one new token per slot, `tokens` i32[S], through the model. Slots are independent.
 
         Token s is written at cache.lengths[s] and attends to itself and to all tokens before it. Every length grows by
-        1, also in a slot that is full or not active. Returns hidden states [S, D] of the new tokens, the cache, and
-        their k experts [S, L, k] in `Experts.dtype` (None in a dense model). ValueError unless
+        1, also of full and inactive slots. Returns hidden states [S, D] of the new tokens, the cache, and their k
+        experts [S, L, k] in `Experts.dtype`, or None in a dense model. Raises ValueError unless
         0 < attend_length <= capacity.
 
         Args:

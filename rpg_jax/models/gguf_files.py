@@ -58,8 +58,8 @@ def convert(file: Path, folder: Path, *, weights: bool = True) -> int:
     """Writes the model of a GGUF file into a folder that transformers loads too; returns the bytes of the weights.
 
     The package gguf dequantises the weights to float32. Host memory holds one file of 1 GiB at a time, or one matrix if
-    the matrix is larger. Files in the folder are replaced; config.json is written last. `weights` False writes config
-    and tokenizer alone, and returns 0.
+    the matrix is larger. Files of the same names are replaced; config.json is written last. `weights` False writes
+    config and tokenizer alone, and returns 0.
 
     Raises ValueError if the package gguf is not installed, or if the file is damaged or has something that is not
     computed here; the message names it. Raises OSError if the file cannot be opened, or the folder cannot be written.

@@ -237,6 +237,7 @@ def local_folder(address: str | Path, *, weights: bool = True) -> Path:
     Raises:
       ValueError: the address is of another kind, or the bucket, the hub or the GGUF file does not provide a model.
       StorageFailure: the bucket cannot be read, after retries.
+      OSError: the weights of a GGUF file cannot be read or written.
     """
     text, wanted = str(address), _DESCRIPTION + _WEIGHTS * weights
     if text.endswith(".gguf"):

@@ -216,7 +216,8 @@ def _blocks(entries: list[Stored], limit: int) -> Iterator[_Block]:
 
 
 def _divided(blocks: Iterable[_Block], processes: int) -> list[list[_Block]]:
-    """Returns each process's blocks, in order. The largest go first, each to the process with the fewest numbers."""
+    """Returns the blocks of each process, in the order of `blocks`. It shares them out from the largest to the
+    smallest, each block to the process that has the fewest numbers so far."""
     numbered, held = list(enumerate(blocks)), [0] * processes
     parts: list[list[tuple[int, _Block]]] = [[] for _ in held]
     for place, block in sorted(numbered, key=lambda one: (-one[1].size, one[0])):
