@@ -1,7 +1,7 @@
-"""The only masked reductions: sums over trained tokens, per completion and over the batch.
+"""Masked reductions over tokens: sums, means and scans over each completion or over the batch.
 
-A mask is any array that is nonzero where a token counts. Values under a zero mask are replaced before they are used. So
-a NaN or an infinity there reaches no result and no gradient.
+A mask is any array that is nonzero where a token counts. Values where the mask is zero are replaced before they are
+used. So a NaN or an infinity there reaches no result and no gradient.
 """
 
 import jax
@@ -51,8 +51,7 @@ def completion_mean(x: jax.Array, mask: jax.Array, completion_ids: jax.Array | N
 
 def completion_count(mask: jax.Array, completion_ids: jax.Array | None = None) -> jax.Array:
     """The number of completions with a token whose `mask` [B, T] is nonzero, i32[]; an empty row has none.
-    `completion_ids` i32[B, T] in 0 … T has the number of the token's completion in the row; None: one completion a
-    row."""
+    `completion_ids` i32[B, T] in 0 … T is the token's completion in the row; None: one completion a row."""
     present = mask != 0
     if completion_ids is None:
         return jnp.sum(jnp.any(present, axis=1), dtype=jnp.int32)
@@ -73,7 +72,7 @@ def completion_scan(
 ) -> jax.Array:
     """y_t = x_t + decay_t · y_{t−1} along each completion; without `decay` y_t is the sum up to and with token t.
 
-    It is one associative scan. The scan starts anew with each completion, so no neighbour in the row rounds its sums.
+    One associative scan computes y. It starts anew with each completion, so its neighbours in the row cannot round y.
 
     Args:
       x: f[B, T]; counts as 0 where the mask is zero.

@@ -25,12 +25,13 @@ class Sampling:
     """How completions are drawn. A number out of its range raises ValueError.
 
     Attributes:
-      temperature: finite, >= 0; logits are divided by the temperature. 0 means greedy.
-      top_p: in (0, 1]; only the most probable tokens that together have this probability are drawn. 1 is no limit.
-      top_k: >= 0; only this many most probable tokens are drawn. 0 is no limit.
-      max_tokens: >= 1, the most tokens of a completion. The stop token counts.
-      stop_token_ids: the tokens that end a completion. The drawn stop token is kept in the completion.
-      min_p: in [0, 1]; only tokens with at least min_p times the largest probability are drawn. 0 is no limit.
+      temperature: finite, >= 0; logits are divided by the temperature. 0 takes the most probable token.
+      top_p: in (0, 1]; tokens are drawn from the fewest most probable tokens that together have at least this
+        probability. 1 is no limit.
+      top_k: >= 0; tokens are drawn from the `top_k` most probable tokens. 0 is no limit.
+      max_tokens: >= 1, the most tokens of a completion. The stop tokens and an environment's tokens count.
+      stop_token_ids: the tokens that end a completion, or a turn of a conversation. The completion keeps a drawn one.
+      min_p: in [0, 1]; only tokens with at least `min_p` times the largest probability are drawn. 0 is no limit.
     """
 
     temperature: float = 1.0
@@ -91,7 +92,7 @@ class Turns:
 
     @property
     def numbers(self) -> np.ndarray:
-        """i32[n], the number of each token's turn, from 0. An environment's token has that of the turn before it."""
+        """i32[n], the number of each token's turn, from 0. An environment's token has the number of the turn before."""
         begins = np.diff((~self.observed).astype(np.int8), prepend=0) == 1
         return np.maximum(np.cumsum(begins) - 1, 0).astype(np.int32)
 
@@ -109,9 +110,9 @@ class Turns:
     def of(
         cls, spans: Iterable[tuple[int, int]], rewards: Sequence[float], error: str | None = None, *, length: int
     ) -> Self:
-        """The turns of a completion of `length` tokens, with `rewards` and `error` as in the attributes of `Turns`. The
-        environment wrote the tokens first, …, end − 1 of each (first, end) in `spans`. Raises ValueError if one of
-        these runs is empty, or not within the completion."""
+        """Makes the turns of a completion of `length` tokens; `rewards` and `error` become the attributes of `Turns`.
+        For each (first, end) in `spans` the environment wrote the tokens first, …, end − 1. Raises ValueError if a span
+        is empty, or not within the completion."""
         observed = np.zeros(length, bool)
         for first, end in spans:
             if not 0 <= first < end <= length:
@@ -128,14 +129,14 @@ class Completion:
       tokens: i32[n], with the stop token if one was drawn.
       logprobs: f32[n], of the distribution actually sampled from, as the rollout engine computed it; 0 at tokens that
         the environment wrote.
-      finish_reason: "stop" where the policy or its environment ended it; the last token is a stop token. "length" where
-        the limit of tokens cut it off, or left no room for an observation. "turns" where the limit of turns ended a
-        conversation that its environment would have continued.
-      weight_version: version of the weights that sampled the completion, or its last tokens.
+      finish_reason: "stop": the last token is a stop token, and no limit ended the completion. "length": a limit of
+        tokens cut the completion or its last turn off, or left no room for an observation. "turns": the limit of turns
+        ended a conversation that the environment would have continued.
+      weight_version: version of the weights that sampled the completion; with `versions`, of its last tokens.
       turns: the turns of a conversation with an environment; None without an environment.
       experts: [m + n, L, k], unsigned integers: the k experts in each of L layers to which the sampler's routers sent
-        each of the m tokens of the prompt and the n tokens; None if they were not recorded.
-      versions: i32[n], for each token the version of the weights that sampled it; None if all have `weight_version`.
+        each of the prompt's m tokens and the completion's n tokens; None if the sampler did not record the experts.
+      versions: i32[n], for each token the version of the weights that sampled it; None: `weight_version` for all.
     """
 
     tokens: np.ndarray
@@ -152,14 +153,15 @@ class Completion:
         return np.full(len(self.tokens), self.weight_version, np.int32) if self.versions is None else self.versions
 
     def followed_by(self, rest: "Completion") -> "Completion":
-        """`rest` with this completion's tokens, log-probs and versions before its own. Both are of one turn."""
+        """Returns `rest`, which continues this completion, with this completion's tokens, log-probs and versions in
+        front. All other fields are of `rest`, whose `experts` cover both. Neither may have `turns`."""
         both = [(getattr(self, name), getattr(rest, name)) for name in ("tokens", "logprobs", "token_versions")]
         tokens, logprobs, versions = map(np.concatenate, both)
         return dataclasses.replace(rest, tokens=tokens, logprobs=logprobs, versions=versions)
 
     @property
     def digest(self) -> int:
-        """CRC-32 of the token ids as little-endian i32. A file of texts recognises the sampled tokens by it."""
+        """CRC-32 of the token ids as little-endian i32. It shows whether a text encodes to the sampled tokens."""
         return zlib.crc32(self.tokens.astype("<i4").tobytes())
 
     @property
@@ -182,14 +184,14 @@ class Completion:
 class Rows:
     """The input of a forward pass: prompts and completions in rows, padded or packed.
 
-    Segment id 0 is padding, and a token attends to the earlier tokens of its segment. Completions of a prompt may share
-    the prompt's tokens: the prompt has the id s, its completion number b has the id s + b · `BRANCH`, and a token of
-    the completion attends to the prompt and to the earlier tokens of its completion. Positions count from 0 in a
-    segment, and from the length of the prompt in a completion that shares the prompt.
+    Segment id 0 is padding. A token attends to itself and to the earlier tokens of its segment. A prompt's completions
+    in one row may share the prompt's tokens: the prompt has the id s, and the completions have s + `BRANCH`, s + 2 ·
+    `BRANCH`, …. Then a token of a completion also attends to the prompt. Positions count from 0 in a segment, and
+    from the length of the prompt in a completion that shares the prompt.
 
-    Entry c of row b is the completion token `targets[b, c]`. The hidden state at `predictors[b, c]` predicts the token:
-    the hidden state of the token before, or of the prompt's last token. The token belongs to the completion
-    `completion_ids[b, c]` of its row (1, 2, …; 0 is padding).
+    Entry c of row b is the completion token `targets[b, c]`. The hidden state at the position `predictors[b, c]`
+    predicts this token: it is the position of the token before, or of the prompt's last token. The token belongs to the
+    completion `completion_ids[b, c]` of its row (1, 2, …; 0 is padding).
 
     Attributes:
       tokens: i32[B, T].
@@ -225,14 +227,15 @@ class Batch:
     Attributes:
       rows: the model's input.
       sampler_logprobs: f32[B, C], log π_s as the rollout engine reported it.
-      behaviour_logprobs: f32[B, C], log π_old, by the trainer's pass before the first update; tokens that earlier
-        weights sampled keep the number that was stored. None in a step of one update, which computes log π_old itself.
-      ref_logprobs: f32[B, C], log π_ref. Where π_ref is π_old, equal to `behaviour_logprobs`, or None as they are.
+      behaviour_logprobs: f32[B, C], log π_old. Tokens that earlier weights sampled may have numbers that an earlier
+        step stored; all others are computed before the first update. None if the update itself computes log π_old.
+      ref_logprobs: f32[B, C], log π_ref. None if the update itself computes log π_ref. Where π_ref is π_old: equal to
+        `behaviour_logprobs`, or None.
       advantages: f32[B, C].
       kl_baseline: f32[B, C], the part of `advantages` that is the KL's own baseline; None without a baseline of the KL.
-      ref_hidden: [B, C, E], the reference's hidden states that predict the tokens; only a loss that sums the KL over
-        the vocabulary reads them, one micro-batch at a time.
-      prefix_kl: `losses.PrefixKL`, the KL summed over the vocabulary at each token; the update computes it.
+      ref_hidden: [B, C, E], the reference's hidden states that predict the tokens. Only a loss that sums the KL over
+        the vocabulary reads these states, and an update adds them to one micro-batch at a time.
+      prefix_kl: `losses.PrefixKL`, the KL summed over the vocabulary at each token; only an update adds this column.
       rewards: f32[B, C], the reward of each token; a learned baseline reads the rewards.
       values: f32[B, C], the values of a learned baseline before the first update.
       returns: f32[B, C], the targets of the learned baseline.
@@ -269,7 +272,7 @@ class Batch:
 
     @property
     def loss_inputs(self) -> dict[str, Any]:
-        """The arrays for `losses.policy_loss` by argument, except `logprobs` and `group_ids`; None where not computed.
+        """The arguments of `losses.policy_loss` by name, except `logprobs` and `group_ids`; None if not computed.
         Raises ValueError if `behaviour_logprobs` or `advantages` is not computed."""
         return {
             "behaviour_logprobs": self.known("behaviour_logprobs"),
