@@ -46,7 +46,7 @@ class Bounds:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """Tokens whose ratio is clipped, bool[B, T]: `high` above 1 + ε₂, `low` below 1 − ε₁, `dual` above c. Disjoint."""
+    """Tokens whose ratio is clipped, bool[B, T]: `high` at 1 + ε₂, `low` at 1 − ε₁, `dual` at c. They are disjoint."""
 
     high: jax.Array
     low: jax.Array
@@ -69,10 +69,11 @@ class Region:
 
 
 def rpg_region(advantage: jax.Array, w: jax.Array, bounds: Bounds) -> Region:
-    """The tokens of RPG-style clip (arXiv:2505.17508 Algorithms 1 and 2). A ratio at a bound is clipped.
+    """The tokens that RPG-style clip clips (arXiv:2505.17508 Algorithms 1 and 2).
 
-    It clips a token with advantage >= 0 and w >= 1 + ε₂; with advantage < 0 and w <= 1 − ε₁; with advantage < 0 and w
-    >= c. `advantage` f[B, T] is the regularized advantage, or the plain one if only the reward is clipped; w f[B, T].
+    A token is in `high` if advantage >= 0 and w >= 1 + ε₂; in `low` if advantage < 0 and w <= 1 − ε₁; in `dual` if
+    advantage < 0 and w >= c. A w within `TIE_ULPS` roundings of a bound counts as at the bound. `advantage` f[B, T] is
+    the regularized advantage, or the plain advantage if only the reward is clipped. `w` f[B, T] is the ratio.
     """
     slack = TIE_ULPS * float(jnp.finfo(w.dtype).eps)
     gain = advantage >= 0
@@ -102,12 +103,10 @@ def weighted(weight: jax.Array, tokens: Tokens, estimator: str, stopped: jax.Arr
 def reward_term(
     tokens: Tokens, ratio: jax.Array, estimator: str, clip: str, bounds: Bounds
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """RPG's loss without the KL term, −SG(C A) x as f[B, T] (minimise), and its clip events, {} for clip `none`.
-
-    A is the advantage, x is log π_θ, or π_θ/SG(π_θ) for `differentiable`. For clip `none`, C = `ratio`. For another
-    clip, the sign of A decides the bound: C is the bound where `ratio` f[B, T] is clipped, and such a token has no
-    gradient.
-    """
+    """RPG's loss without the KL term, −SG(C A) x as f[B, T] (minimise), and its clip events, {} for clip `none`. A is
+    the advantage, x is log π_θ, or π_θ/SG(π_θ) for `estimator` "differentiable". For `clip` "none", C is `ratio`
+    f[B, T]. For another clip the sign of A decides the bound (`rpg_region`): where `ratio` is clipped, C is the bound,
+    and the token has no gradient."""
     if clip == "none":
         return weighted(ratio * tokens.advantages, tokens, estimator), {}
     region = rpg_region(tokens.advantages, ratio, bounds)

@@ -23,8 +23,9 @@ from rpg_jax.losses.tokens import LARGEST_LOG_RATIO, PrefixKL, Tokens, bounded_e
 
 
 class GradientWeights(NamedTuple):
-    """f[B, T] each, constant in θ, of a loss with the gradient −G ∇log π_θ: G = ratio · A − kl_weight, A the advantage.
-    `kl_weight` has the factor β. The sign of `regularized`, A − kl_weight / ratio, decides the clip."""
+    """f[B, T] each, of a loss with the gradient −G ∇log π_θ: G = ratio · A − kl_weight, where A is the advantage and
+    `kl_weight` has the factor β. `regularized` is A − kl_weight / ratio; its sign decides the clip. A loss stops the
+    gradients of all three."""
 
     ratio: jax.Array
     kl_weight: jax.Array
@@ -32,7 +33,7 @@ class GradientWeights(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Hyperparameters of `regularized_pg.rpg_completions`; `cap` is `weight_cap`, `exact`: the estimator is `exact`."""
+    """Hyperparameters of `regularized_pg.rpg_completions`; `cap` is `weight_cap`; `exact`: `estimator` is "exact"."""
 
     kl_coef: KLCoef
     weight: str = "token"
@@ -44,8 +45,8 @@ class Options(NamedTuple):
 
 
 class Completions:
-    """Sums over completions, f[B, T] and constant in θ, of log w = log π_θ/π_old, log ρ = log π_ref/π_old, log r = log
-    w/ρ."""
+    """Sums and importance weights of completions, f[B, T]. Everything here is constant in θ, and so are the attributes
+    `log_w`, `log_rho` and `log_r`, the log-ratios of each of the `tokens`."""
 
     def __init__(self, tokens: Tokens):
         self.tokens = tokens
@@ -60,9 +61,9 @@ class Completions:
         return masking.completion_scan(x, self.tokens.mask, self.tokens.completion_ids)
 
     def ratio(self, options: Options) -> jax.Array:
-        """The importance weight C of each token, f[B, T], by `options.weight`; above 0, because callers divide by C. 1
-        (`none`), the token's π_θ/π_old (`token`), its completion's (`product`), or min(its completion's, cap)
-        (`capped`)."""
+        """The importance weight C of each token, f[B, T], by `options.weight`: 1 (`none`), the token's w = π_θ/π_old
+        (`token`), W, the product of w over the token's completion (`product`), or min(W, cap) (`capped`). w and W are
+        cut to e^±20: callers divide by C."""
         weight = options.weight
         if weight == "none":
             return jnp.ones_like(self.log_w)
@@ -71,15 +72,15 @@ class Completions:
         return jnp.minimum(ratio, options.cap) if weight == "capped" else ratio
 
     def prefix_ratio(self, options: Options) -> jax.Array:
-        """The importance weight P f[B, T] of each token's prefix: W_{<t} (`product`), min(W_{<t}, cap) (`capped`) or 1.
-        W_{<t} is the product of π_θ/π_old over the tokens of the completion before t."""
+        """The importance weight P f[B, T] of each token's prefix by `options.weight`: W_{<t} (`product`), min(W_{<t},
+        cap) (`capped`), else 1. W_{<t}, at most e²⁰, is the product of π_θ/π_old over the earlier tokens."""
         if options.weight not in ("product", "capped"):
             return jnp.ones_like(self.log_w)
         ratio = bounded_exp(self.prefix(self.log_w) - self.log_w)
         return jnp.minimum(ratio, options.cap) if options.weight == "capped" else ratio
 
     def reference_prefix_ratio(self) -> jax.Array:
-        """ρ_{<t} f[B, T], the product of π_ref/π_old over the tokens of a completion before t; 1 at the first token."""
+        """ρ_{<t} f[B, T], the product of π_ref/π_old over the completion's tokens before t; at most e²⁰."""
         return bounded_exp(self.prefix(self.log_rho) - self.log_rho)
 
 
@@ -92,9 +93,9 @@ def sequence(tokens: Tokens, divergence: Divergence, options: Options) -> Gradie
     π_θ/π_old over the completion, r_x the product of π_θ/π_ref. ρ_{≤t} is the product of π_ref/π_old up to t.
 
     `options.weight` chooses C: W (`product`: exact), min(W, cap) (`capped`), w_t (`token`) or 1 (`none`). ρ_{≤t} has
-    the expectation of ρ_x and a smaller variance. `kl_ratio="behaviour"` takes π_old for π_θ in log r_x: KL in the
-    reward. The result is f[B, T] and constant in θ. Raises ValueError for a divergence that is defined for tokens
-    alone.
+    the expectation of ρ_x, the product over all tokens, and a smaller variance. With `options.kl_ratio` "behaviour",
+    π_old takes the place of π_θ in log r_x: KL in the reward. Raises ValueError for a divergence that is defined for
+    tokens alone. The result has ratio = C, and is constant in θ.
     """
     x, (a, b, c) = Completions(tokens), divergence.of_completions()
     ratio, kl_coef = x.ratio(options), options.kl_coef
@@ -114,15 +115,15 @@ def to_go(tokens: Tokens, divergence: Divergence, options: Options) -> GradientW
 
     A is the advantage, β `kl_coef`; w_t = π_θ/π_old, r_t = π_θ/π_ref, and ρ_{≤t} is the product of π_ref/π_old up to t.
     a, b, c are the coefficients of the divergence. λ is `trace_decay`, c̄ `trace_cap`; they discount the divergence to
-    come as GAE discounts rewards. `options.weight` chooses C and the prefix's weight P_t, see `Completions`; with
-    `none`, the w_t of G_t is 1 too. The mass term b of a forward divergence is an expectation over prefixes of π_ref,
-    and has ρ_{<t} in place of P_t.
+    come as GAE discounts rewards. `options.weight` chooses C (`Completions.ratio`) and the prefix's weight P_t
+    (`Completions.prefix_ratio`); with `none`, the w_t of G_t is 1 too. The mass term b of a forward divergence is an
+    expectation over prefixes of π_ref, and has ρ_{<t} in place of P_t.
 
-    The gradient is exact with `product`, λ = 1 and c̄ = inf. With `token` and λ = 1 the gradient is exact on-policy.
-    With λ = 0 the gradient is the gradient of tokens.
+    The gradient is exact with `product`, λ = 1 and c̄ = inf. With `token`, λ = 1 and c̄ >= 1 the gradient is exact
+    on-policy. With `token`, λ = 0 and c = 0, G_t is the gradient weight of single tokens (`rpg_tokens`).
 
-    With `exact`, `prefix_divergence` has the divergences of the tokens themselves. Then G_t = C A − β P_t F_t, and d_t
-    = a KL(π_θ‖π_ref) at the prefix of token t, summed over the vocabulary. The result is f[B, T] and constant in θ.
+    With `options.exact`, `prefix_divergence` has the divergences of the tokens themselves. Then G_t = C A − β P_t F_t,
+    and d_t = a KL(π_θ‖π_ref) at the prefix of token t, summed over the vocabulary. The result is constant in θ.
     """
     x, (a, b, c) = Completions(tokens), divergence.of_completions()
     w, prefix, kl_coef = bounded_exp(x.log_w), x.prefix_ratio(options), options.kl_coef
@@ -144,8 +145,9 @@ def prefix_divergence(tokens: Tokens, divergence: Divergence, options: Options |
 
         a P_t KL(π_θ‖π_ref) + c ρ_{<t} KL(π_ref‖π_θ), at the prefix of token t; a, c are the divergence's coefficients
 
-    The prefixes' weights are constants (`Completions`). Without `options` the prefixes are given, and both weights are
-    1. The distributions are normalized, so a mass term has no gradient. Raises ValueError without `tokens.prefix_kl`.
+    P_t (`Completions.prefix_ratio`) and ρ_{<t} (`Completions.reference_prefix_ratio`) are constants; without `options`
+    both are 1. The distributions are normalized, so a mass term has no gradient. Raises ValueError without
+    `tokens.prefix_kl`, and for a divergence without coefficients.
     """
     a, _, c = divergence.of_completions()
     x, (reverse, forward) = Completions(tokens), prefix_kl(tokens)
@@ -177,19 +179,19 @@ def kl_baseline(
 
         β (a mean_{j≠i} log(π_old/π_ref)(x_j) + b − c),   a, b, c the coefficients of the divergence
 
-    This part is the mean of K over the other completions of the group at π_θ = π_old, with E[ρ] = 1 in place of ρ. The
-    mean depends neither on θ nor on x_i. So the baseline changes no expectation under the exact weight, and
-    micro-batches may split a group.
+    This part is the mean of K over the other completions of the group at π_θ = π_old, with E[ρ] = 1 in place of ρ; the
+    mean over no other completion is b − c. The mean depends neither on θ nor on x_i. So the baseline changes no
+    expectation under the exact weight, and micro-batches may split a group.
 
     Args:
       log_ratios: f[P, G], Σ_t log(π_old/π_ref) of each of a prompt's G completions, nats. If G is 1, all are one group.
-      counted: bool[P, G], the completions that the update trains on; None: all. Only they are in a mean.
-      divergence, kl_coef, level: a name of `DIVERGENCES`, β, and the level of `rpg`, whose other hyperparameters are
-        not read.
+      counted: bool[P, G], the completions that the update trains on; None: all. Other completions are in no mean.
+      divergence, kl_coef, level: a name of `DIVERGENCES`, β, and the level of `rpg`. Other hyperparameters of `rpg` may
+        be passed, and are not read.
 
     Returns:
-      f[P, G], to be added to the advantages; 0 where a completion is not counted. All are 0 for another level than
-      `sequence`, whose return has no KL.
+      f[P, G], to be added to the advantages; 0 where a completion is not counted. All are 0 at another level than
+      `sequence`: the return of such a level has no KL.
     """
     if level != "sequence":
         return jnp.zeros_like(log_ratios)
@@ -201,8 +203,8 @@ def kl_baseline(
 
 
 def grouped_kl_baseline(tokens: Tokens, divergence: Divergence, kl_coef: KLCoef) -> jax.Array:
-    """`kl_baseline` of completions in rows, f[B, T], constant in θ: `tokens.group_ids` say which are a group. A
-    completion alone in its group is compared with all completions of the batch."""
+    """`kl_baseline` of completions in rows, f[B, T], constant in θ. Completions with equal `tokens.group_ids`, which
+    must not be None, are a group. A completion alone in its group is compared with all completions of `tokens`."""
     x, (a, b, c), ids = Completions(tokens), divergence.of_completions(), tokens.group_ids
     assert ids is not None, "without group_ids the advantages hold the baseline"
     log_ratios, segments = x.whole(-x.log_rho), ids.size + 1

@@ -51,7 +51,7 @@ def equation(
     kl_ratio: str = "present",
     **_: Any,
 ) -> str:
-    """LaTeX of a token's loss with these hyperparameters of `rpg`; others are ignored. Without a clip C = w. For
+    """LaTeX of a token's loss with these hyperparameters of `rpg`; others are ignored. C is w without a clip; for
     completions C is their importance weight, and r_x their ratio π_θ/π_ref."""
     x = r"\pi_\theta / \mathrm{sg}(\pi_\theta)" if estimator == "differentiable" else r"\log\pi_\theta"
     loss, d = rf"-\mathrm{{sg}}(C A_\mathrm{{reg}}) {x}", DIVERGENCES[divergence]
@@ -108,10 +108,11 @@ def rpg_tokens(
         reinforce        −SG(wA − βK) log π_θ          −SG(C A − κ) log π_θ
         exact            −SG(wA) log π_θ + β D(s)      −SG(C A) log π_θ + β D(s)
 
-    w = π_θ/π_old, A is the advantage, κ = βK, and C is w or a bound of the clip. The first two have one gradient per
-    token and clip: ∇L = −(wA − βK) ∇log π_θ where nothing is clipped. `exact` has the mean of this gradient's KL term
-    given the prefix s: D(s) is the divergence of the two next-token distributions, summed over the vocabulary
-    (`completions.prefix_divergence`). There a clip bounds the term of the reward alone.
+    w = π_θ/π_old, A is the advantage, κ = βK, and C is w or a bound of the clip. `clipped` has the formula of each
+    clip; with `differentiable` and clip `reward` the KL term is βd. The first two estimators have the same gradient
+    with the same clip: ∇L = −(wA − βK) ∇log π_θ where nothing is clipped. `exact` has the mean of this gradient's KL
+    term given the prefix s: D(s) is the divergence of the two next-token distributions, summed over the vocabulary
+    (`completions.prefix_divergence`). With `exact`, a clip bounds the term of the reward alone.
 
     Args:
       divergence: D, a name of `DIVERGENCES`, with its d and K in nats. Without `ref_logprobs` the reference is π_old.
@@ -168,13 +169,13 @@ def rpg_completions(
     """The losses of whole completions, f[B, T] (minimise): `clipped` with the gradient weights of `completions`.
 
     The gradient is −G_t ∇log π_θ where nothing is clipped, with G of `completions.sequence` or `completions.to_go`.
-    With `differentiable`, weight `product` and no clip, the loss is the surrogate −WA + βd of the completion. With
-    `exact`, `to_go` sums a token's own KL over the vocabulary at the token's prefix. The term of the KL to come weighs
-    the sampled token, and a clip treats this term as a part of the advantage.
+    With `differentiable`, `sequence`, weight `product` and `kl_ratio` "present" the loss is the surrogate −WA + βd of
+    the completion. With `exact`, `to_go` sums a token's own KL over the vocabulary at the token's prefix. The KL to
+    come weighs the sampled token, and a clip treats the KL to come as a part of the advantage.
 
     Args:
       divergence, kl_coef: D, a name of `DIVERGENCES`, and β. Without `ref_logprobs` the reference is π_old.
-      estimator: −SG(G) times π_θ/SG(π_θ) (`differentiable`) or log π_θ (`reinforce`); `exact` needs `prefix_kl`.
+      estimator: −SG(G) times π_θ/SG(π_θ) for `differentiable`, else times log π_θ; `exact` needs `prefix_kl`.
       clip: `none`, `dual` (no gradient where clipped), `truncate` (weight at the bound), or `reward` (not the KL).
       clip_low, clip_high, clip_dual: ε₁, ε₂ and c (None: no dual bound).
       level: the completion counts by its regularized return (`sequence`) or by the chain rule (`to_go`). With
@@ -184,10 +185,9 @@ def rpg_completions(
       kl_ratio: the policy in the log r of `sequence`: `present`, or the `behaviour` policy for KL in the reward.
       trace_decay, trace_cap: λ and c̄ of `to_go`.
 
-    Raises ValueError for `product` with a clip, `behaviour` or `group_ids` with `to_go`, a hyperparameter that nothing
-    reads, `exact` without `prefix_kl`, or `exact` with `sequence`, whose return has the sample's own log-ratio: a sum
-    over the vocabulary in its place has noise at the optimum too.
-
+    Raises ValueError for `product` with a clip, `behaviour` or `group_ids` with `to_go`, a trace or a cap that nothing
+    reads and that is not the default, `exact` without `prefix_kl`, or `exact` with `sequence`: the return of `sequence`
+    has the sample's own log-ratio, and with a sum over the vocabulary instead there is noise at the optimum too.
     Source: ours, see `completions`.
     """
     d, bounds = DIVERGENCES[divergence], Bounds(clip_low, clip_high, clip_dual)
@@ -263,7 +263,7 @@ def rpg(
 
 
 def clipped(tokens: Tokens, weights: GradientWeights, estimator: str, clip: str, bounds: Bounds) -> TokenLoss:
-    """A loss f[B, T] (minimise) whose gradient is −G ∇log π_θ, where G = ratio · A − κ and A_reg is G / ratio.
+    """A loss f[B, T] (minimise) of gradient −G ∇log π_θ where nothing is clipped; G = ratio · A − κ, A_reg = G/ratio.
 
         none       −SG(G) x
         dual       −SG(C A − κ) x       no gradient where C is a bound
@@ -289,11 +289,11 @@ def clipped(tokens: Tokens, weights: GradientWeights, estimator: str, clip: str,
 
 
 def completion_surrogate(tokens: Tokens, divergence: Divergence, kl_coef: KLCoef) -> jax.Array:
-    """−WA + β d(log W, log ρ_x) of a completion, the differentiable surrogate, shared out over its T tokens; f[B, T].
+    """(−WA + β d(log W, log ρ_x)) / T at each of the T tokens of a completion: the differentiable surrogate; f[B, T].
 
     W and ρ_x are the products of π_θ/π_old and π_ref/π_old over the completion, A is its mean advantage, β `kl_coef`.
-    The gradient flows through W. The sum over tokens is exact, as `completions.sequence` with weight W is. A forward
-    divergence has ρ_x here, where `sequence` has ρ_{≤t}.
+    The gradient flows through W. The sum over the tokens gives the exact gradient, as does `completions.sequence` with
+    weight W. A forward divergence has ρ_x here, where `sequence` has ρ_{≤t}.
     """
     mean = functools.partial(masking.completion_mean, mask=tokens.mask, completion_ids=tokens.completion_ids)
     total = functools.partial(masking.completion_sum, mask=tokens.mask, completion_ids=tokens.completion_ids)

@@ -30,12 +30,13 @@ class PrefixKL(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Inputs of a loss for B rows of T sampled tokens, made by `checked`; f32[B, T] (f64 for f64), in nats.
+    """The input of a loss: B rows of T sampled tokens, made by `checked`. Arrays are f32[B, T] (f64 for f64), in nats.
 
-    `logprobs` log π_θ and `prefix_kl` carry a gradient, the rest is constant. `ref_logprobs` None means π_old. Only the
-    estimator `exact` has `prefix_kl`. `mask` is bool, True where the update trains; elsewhere log-probabilities, KL and
-    advantages are 0, so every ratio is 1. `completion_ids` i32 tells a row's completions apart (None: one a row),
-    `group_ids` i32 is the prompt of each.
+    `logprobs`, log π_θ, and `prefix_kl` carry a gradient; the other arrays are constants. `behaviour_logprobs` is log
+    π_old; `ref_logprobs` is log π_ref (None: π_ref is π_old); `sampler_logprobs` is log π_s, of the rollout engine.
+    Only the estimator `exact` reads `prefix_kl`. `mask` is bool, True at tokens that the update trains on. At the other
+    tokens all log-probabilities, KLs and advantages are 0, so every ratio is 1. `completion_ids` i32 tells a row's
+    completions apart (None: one a row), and `group_ids` i32 is the prompt of each token's completion.
     """
 
     logprobs: jax.Array
@@ -49,12 +50,12 @@ class Tokens:
     prefix_kl: PrefixKL | None = None
 
     def plus_advantages(self, more: jax.Array) -> "Tokens":
-        """The same tokens with advantages A + `more`, f[B, T]; what `more` has under the mask is ignored."""
+        """The same tokens with advantages A + `more`, f[B, T]; `more` is ignored where the mask is False."""
         return dataclasses.replace(self, advantages=self.advantages + masking.masked_fill(more, self.mask))
 
     @cached_property
     def log_w(self) -> jax.Array:
-        """log of the importance ratio, log w = log π_θ − log π_old."""
+        """log w = log π_θ − log π_old, the log of the importance ratio; f[B, T], with a gradient."""
         return self.logprobs - self.behaviour_logprobs
 
     @cached_property
@@ -64,7 +65,7 @@ class Tokens:
 
     @cached_property
     def log_rho(self) -> jax.Array:
-        """log of the reference ratio, log ρ = log π_ref − log π_old; 0 where the two coincide."""
+        """log ρ = log π_ref − log π_old, the log of the reference ratio; 0 without `ref_logprobs`."""
         if self.ref_logprobs is None:
             return jnp.zeros_like(self.behaviour_logprobs)
         return self.ref_logprobs - self.behaviour_logprobs
@@ -76,7 +77,7 @@ class Tokens:
 
     @cached_property
     def log_sampler_ratio(self) -> jax.Array:
-        """log π_old − log π_s; 0 where no sampler log-probabilities were given."""
+        """log π_old − log π_s; 0 without `sampler_logprobs`."""
         if self.sampler_logprobs is None:
             return jnp.zeros_like(self.behaviour_logprobs)
         return self.behaviour_logprobs - self.sampler_logprobs
@@ -94,11 +95,11 @@ def checked(
     group_ids: jax.Array | None = None,
     prefix_kl: PrefixKL | None = None,
 ) -> Tokens:
-    """Makes `Tokens` from raw arrays: checks shapes, sets masked entries to 0, stops the gradients of constants.
+    """Makes `Tokens` from raw arrays: checks shapes, writes 0 where `mask` is 0, stops the gradients of constants.
 
-    `mask` [B, T] is nonzero where the update trains. `advantages` and `group_ids` may be [B], one a row; every other
-    array is [B, T]. Only `logprobs` and `prefix_kl` keep their gradient. Raises ValueError for another shape, and for
-    log-probabilities in 16 bits.
+    The arguments are those of `calling.policy_loss`. `advantages` and `group_ids` may be [B], one number a row; every
+    other array is [B, T]. Only `logprobs` and `prefix_kl` keep their gradient. Raises ValueError for another shape, and
+    for log-probabilities in 16 bits.
     """
     logprobs, mask, advantages = jnp.asarray(logprobs), jnp.asarray(mask), jnp.asarray(advantages)
     if logprobs.ndim != 2:

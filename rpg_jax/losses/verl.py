@@ -1,7 +1,5 @@
-"""The losses of the paper's public code, `verl/trainer/ppo/core_algos.py` of complex-reasoning/RPG at 6209206.
-
-docs/errata.md lists where these losses differ from the paper.
-"""
+"""The losses of the paper's public code, `verl/trainer/ppo/core_algos.py` of complex-reasoning/RPG at 6209206. See
+docs/errata.md for the differences from the paper."""
 
 import math
 from typing import Annotated, Literal
@@ -38,7 +36,7 @@ def verl_form(
     clip_high: ClipHigh = 0.28,
     clip_dual: ClipDual = 10.0,
 ) -> TokenLoss:
-    """The losses of the paper's public code, f[B, T], to be minimised; the arguments are those of `rpg_tokens`.
+    """The losses of the paper's public code, f[B, T], to be minimised. The arguments mean the same as in `rpg_tokens`.
 
         clip       differentiable                              reinforce
         reward     compute_policy_loss + β kl_penalty *        −SG(C A) log π_θ + SG(β K) log π_θ
@@ -110,8 +108,8 @@ def policy_loss_reinforce(
 
 
 def verl_region(advantages: jax.Array, w: jax.Array, bounds: Bounds) -> Region:
-    """The public code's regions, bool[B, T]: by the sign of A (not of A_reg), A = 0 counting as a loss, the lower bound
-    open."""
+    """The public code's regions, bool[B, T]. The sign of A (not of A_reg) decides, and A = 0 counts as negative. A
+    ratio at the upper or the dual bound is clipped, a ratio at the lower bound is not."""
     gain = advantages > 0
     high, dual = ~(w < bounds.upper), ~(w < bounds.dual_upper)
     return Region(high=gain & high, low=~gain & (w < bounds.lower), dual=~gain & dual)
