@@ -30,7 +30,6 @@ def ppo(tokens: Tokens, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2, c
     w = π_θ/π_old carries the gradient, A is the advantage; ε₁ = `clip_low`, ε₂ = `clip_high`, c = `clip_dual`, where
     None is no dual bound. With ε₂ = 0.28 ("clip-higher") the loss is DAPO's (arXiv:2503.14476 eq. 10); with the
     aggregate `constant` it is Dr. GRPO's (arXiv:2503.20783). The events are clip, clip_high, clip_low and clip_dual.
-
     Source: arXiv:1707.06347 eq. 7, arXiv:1912.09729 eq. 5.
     """
     values, region = clipping.ppo_dual_clip(tokens.w, tokens.advantages, Bounds(clip_low, clip_high, clip_dual))
@@ -62,13 +61,13 @@ def grpo(
 
     Args:
       clip_low, clip_high, clip_dual: ε₁, ε₂ and c of PPO's clip; None is no dual bound.
-      kl_coef: β; above 0 it needs `ref_logprobs`.
+      kl_coef: β.
       kl_weighting: `none` is GRPO as published, which averages k3 over tokens of π_old as if they came from π_θ.
         `importance` is the correction, β·w·k3 with the gradient through w: exactly ∇UKL(π_θ‖π_ref)
         (arXiv:2505.17508, section 3).
       kl_clamp: bound of k3. A k3 beyond the bound has no gradient. The public code of arXiv:2505.17508 has 10; None is
         no bound. With and without a bound log(π_ref/π_θ) counts as at most `OVERFLOW`, 40 nats. The metric
-        `kl_clamp_fraction` counts the tokens beyond a bound. The term of `importance` is never clamped.
+        `kl_clamp_fraction` counts the tokens beyond a bound. `importance` does not read `kl_clamp`.
 
     Raises ValueError without `ref_logprobs`, unless β is the number 0.
     """
@@ -97,10 +96,8 @@ def reinforce_pp(
 
     The gradient of the k1 term is β ∇log π_θ, whatever the reference. On-policy this gradient is zero in expectation
     (arXiv:2506.09477). `clip_low`, `clip_high` and `clip_dual` are ε₁, ε₂ and c of PPO's clip (None: no dual bound),
-    `kl_coef` is β. Raises ValueError without `ref_logprobs`, unless β is the number 0.
-
-    Source: the REINFORCE++ recipes of arXiv:2505.17508. REINFORCE++ itself (arXiv:2501.03262) has k1 in the reward.
-    Tunix has k1 in the loss by default.
+    `kl_coef` is β. Raises ValueError without `ref_logprobs`, unless β is the number 0. Source: the REINFORCE++ recipes
+    of arXiv:2505.17508. REINFORCE++ itself (arXiv:2501.03262) has k1 in the reward.
     """
     _require_reference(tokens, "reinforce_pp", kl_coef)
     clipped = ppo(tokens, clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual)

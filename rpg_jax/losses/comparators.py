@@ -54,8 +54,7 @@ def dppo(
       mask_threshold: δ; in probability for `tv` (0.15 in the public recipe), in nats for `kl` (0.05).
 
     Source: arXiv:2602.04879 eq. 11 (loss), 12 (M), 13 and 14 (D). The paper's π_old is the rollout engine's own policy
-    π_s: `sampler_correction="anchor"`. δ: verl-project/verl pull request 5397, which also caps w at 20; here w has no
-    cap.
+    π_s: `sampler_correction="anchor"`. δ: verl-project/verl pull request 5397, which also caps w at 20 (here: e²⁰).
     """
     p, q = jnp.exp(jax.lax.stop_gradient(tokens.logprobs)), jnp.exp(tokens.behaviour_logprobs)
     divergence = jnp.abs(p - q) if mask_divergence == "tv" else _binary_kl(tokens)
@@ -76,11 +75,11 @@ def ctpo(tokens: Tokens, *, width_low: Width = 0.025, width_high: Width = 0.05, 
         max(−W_t A, −clip(W_t, e^(−a√t), e^(b√t)) A),   where A < 0 at most −A e^(c√t)
 
     a, b and c are `width_low`, `width_high` and `width_dual`; w = π_θ/π_old, A is the advantage, t counts a
-    completion's trained tokens from 1. The weight W_t makes a mean over prefixes of π_old one over prefixes of π_θ.
-    Only the token itself has a gradient, W_t A ∇log π_t.
+    completion's trained tokens from 1. W_t turns a mean over prefixes of π_old into a mean over prefixes of π_θ. Where
+    nothing is clipped the gradient is −W_t A ∇log π_θ(a_t): earlier tokens get no gradient through W_t.
 
-    Source: CTPO, arXiv:2605.07331; horizon-llm/CTPO at acc4021, `cum-token-cumprod-la`, which also bounds log W_t to
-    10.
+    Source: CTPO, arXiv:2605.07331; horizon-llm/CTPO at acc4021, `cum-token-cumprod-la`, which bounds log W_t to 10
+    (here: 20).
     """
     ones = jnp.ones_like(tokens.log_w)
     prefix, place = (masking.completion_scan(x, tokens.mask, tokens.completion_ids) for x in (tokens.log_w, ones))
@@ -95,8 +94,8 @@ def ctpo(tokens: Tokens, *, width_low: Width = 0.025, width_high: Width = 0.05, 
 def drpo(tokens: Tokens, *, trust_region: Width = 0.15) -> TokenLoss:
     """−w A + |A|/(2δ) π_old (w − 1)², f[B, T] (minimise): DPPO's region in probability, left smoothly (DRPO).
 
-    w = π_θ/π_old, A is the advantage. The gradient is −w A (1 − sign(A) (π_θ − π_old)/δ) ∇log π_θ. It fades as the
-    token's probability moves by δ as the advantage asks, and beyond δ pulls the probability back, where DPPO has no
+    w = π_θ/π_old, A is the advantage. The gradient is −w A (1 − sign(A) (π_θ − π_old)/δ) ∇log π_θ. It fades to 0 as
+    the token's probability moves by δ in the direction of A. Beyond δ it pulls the probability back, where DPPO has no
     gradient. δ is `trust_region`, in probability. The default is DPPO's threshold; the paper's value has not been read.
 
     Source: arXiv:2606.09821; the objective and its gradient weight as two independent reviews of the paper print them.
@@ -106,7 +105,7 @@ def drpo(tokens: Tokens, *, trust_region: Width = 0.15) -> TokenLoss:
 
 
 def _binary_kl(tokens: Tokens) -> jax.Array:
-    """KL of the two events "this token" and "another", from π_old to π_θ; f[B, T], nats, no gradient."""
+    """KL(π_old‖π_θ) of the two events "this token" and "another token"; f[B, T], nats, no gradient."""
     log_p, log_q = jax.lax.stop_gradient(tokens.logprobs), tokens.behaviour_logprobs
     tiny = jnp.finfo(log_p.dtype).tiny  # where rounding leaves no probability for another token
     other_p, other_q = (jnp.maximum(-jnp.expm1(x), tiny) for x in (log_p, log_q))
@@ -120,9 +119,8 @@ def _binary_kl(tokens: Tokens) -> jax.Array:
 def sapo(tokens: Tokens, *, tau_positive: Temperature = 1.0, tau_negative: Temperature = 1.05) -> TokenLoss:
     """−(4/τ) σ(τ(w − 1)) A, f[B, T] (minimise): a smooth gate in place of a clip (SAPO, arXiv:2511.20347 eq. 5 and 6).
 
-    w = π_θ/π_old, A is the advantage. The gradient is −4 p (1 − p) w A ∇log π_θ with p = σ(τ(w − 1)). At w = 1 it is
-    the gradient of −wA, for every τ. It fades as w moves away from 1. τ is `tau_positive` where A > 0, else
-    `tau_negative`.
+    w = π_θ/π_old, A is the advantage. The gradient is −4 p (1 − p) w A ∇log π_θ with p = σ(τ(w − 1)). For every τ it is
+    the gradient of −wA at w = 1, and fades as w moves away. τ is `tau_positive` where A > 0, else `tau_negative`.
     """
     log_w = jnp.where(tokens.log_w < OVERFLOW, tokens.log_w, OVERFLOW)
     tau = jnp.where(tokens.advantages > 0, tau_positive, tau_negative).astype(log_w.dtype)

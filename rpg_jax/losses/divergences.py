@@ -23,8 +23,8 @@ Function = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Coefficients(NamedTuple):
-    """The gradient weight K = w (a log r + b) − c ρ of a divergence, with ∇D = E_{π_old}[K ∇log π_θ]. w = π_θ/π_old, ρ
-    = π_ref/π_old, r = w/ρ. RPG for completions reads the three numbers."""
+    """The numbers of a divergence's gradient weight K = w (a log r + b) − c ρ, with ∇D = E_{π_old}[K ∇log π_θ]. w =
+    π_θ/π_old, ρ = π_ref/π_old, r = w/ρ. RPG for completions reads these numbers."""
 
     a: float
     b: float
@@ -33,11 +33,11 @@ class Coefficients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """A declared divergence of π_θ and π_ref; a call with (log w, log ρ), f[...] each, is `function`: d per token, in
-    nats.
+    """A declared divergence of π_θ and π_ref. A call with (log w, log ρ), f[...] each, calls `function`.
 
     Attributes:
-      function: d(log w, log ρ), w = π_θ/π_old and ρ = π_ref/π_old, whose mean under π_old is D. The gradient flows.
+      function: d(log w, log ρ) per token, f[...], nats; w = π_θ/π_old, ρ = π_ref/π_old. The mean of d under π_old is
+        D. The gradient flows through both arguments.
       objective, value, weight: LaTeX of D, of d and of the gradient weight K = ∂d/∂log w, for docs/methods.md.
       coefficients: K in numbers; without them a divergence is defined for tokens alone.
     """
@@ -54,7 +54,8 @@ class Divergence:
     @property
     def direction(self) -> Literal["forward", "reverse"]:
         """The direction: forward for KL(π_ref‖π_θ), reverse for KL(π_θ‖π_ref), with or without mass terms. In K a
-        forward divergence has the term c ρ, a reverse divergence the term a log r. Raises ValueError for a mean."""
+        forward divergence has the term c ρ, a reverse divergence the term a log r. Raises ValueError for a mean of both
+        and for a divergence without coefficients."""
         a, _, c = self.of_completions()
         if (a == 0) == (c == 0):
             raise ValueError(f"the divergence {self.objective} is neither forward nor reverse: a={a:g} and c={c:g}")
@@ -137,8 +138,8 @@ DIVERGENCES["ujs"] = dataclasses.replace(DIVERGENCES["js"], objective=r"\tfrac12
 
 
 def gradient_weight(divergence: Function, log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
-    """K = ∂d/∂log w, the weight of ∇log π_θ in ∇D, in the shape and dtype of `log_w`; nats. K itself is differentiable.
-    K is homogeneous in (w, ρ), so K/w is the same function at w = 1 and ρ/w = 1/r."""
+    """K = ∂d/∂log w, the weight of ∇log π_θ in ∇D, in the shape and dtype of `log_w`; nats. `divergence` computes d.
+    K itself is differentiable. K is homogeneous in (w, ρ), so K/w is the same function at w = 1 and ρ/w = 1/r."""
     _, weight = jax.jvp(lambda x: divergence(x, log_rho), (log_w,), (jnp.ones_like(log_w),))
     return weight
 
