@@ -44,7 +44,7 @@ def policy_loss(
     """A policy-gradient loss as (sum, weight), to be minimised as sum / weight.
 
     Args:
-      name: a name of `LOSSES`, or one of its rows.
+      name: a name of `LOSSES`, or a `Loss`.
       logprobs: f[B, T], log π_θ of the sampled tokens, nats. A gradient reaches `logprobs` and `prefix_kl` alone.
       behaviour_logprobs: f[B, T], log π_old, as the trainer recomputes it.
       advantages: f[B, T] or f[B].
@@ -53,14 +53,15 @@ def policy_loss(
       sampler_logprobs: f[B, T], log π_s as the rollout engine reported it; None without a correction and its metrics.
       completion_ids: i32[B, T] in 0 … T, tells the completions of a packed row apart (0 is padding); None is one
         completion a row.
-      group_ids: i32[B, T] or i32[B] in 0 … B·T, the prompt of each completion. Only rpg with level="sequence" takes the
-        ids, for the KL's leave-one-out baseline. None: the advantages hold it (`kl_baseline`), or the loss has none.
+      group_ids: i32[B, T] or i32[B] in 0 … B·T, the prompt of each completion. Only rpg with level="sequence" reads the
+        ids, for the KL's leave-one-out baseline; rpg of another level raises ValueError. None: the advantages hold the
+        baseline (`kl_baseline`), or the KL has no baseline.
       prefix_kl: the KL to the reference at the tokens' prefixes, the field `kl` of `token_divergences`; only rpg with
         estimator="exact" reads the KL.
       **hyperparameters: of the loss (the keyword arguments of its function), and for every loss `aggregate`, a name of
         `AGGREGATES` (default: the loss's own); `constant_length` in tokens, for aggregate `constant`;
         `sampler_correction`, a name of `SAMPLER_CORRECTIONS` or None: the correction for tokens that π_s drew, not
-        π_old; `sampler_low` and `sampler_high`, the bounds of its ratio (None: the correction's default).
+        π_old; `sampler_low` and `sampler_high`, the bounds of the correction's ratio (None: its default).
 
     Returns:
       loss_sum and weight, f32 scalars (f64 for f64 inputs), and metrics: name -> (sum, weight), for `losses.merge` and
@@ -92,8 +93,8 @@ def policy_loss(
 
 def token_loss(name: str | Loss, tokens: Tokens, **hyperparameters: Any) -> TokenLoss:
     """Each token's loss f[B, T], to be minimised, and its events: `policy_loss` before the aggregate. `tokens` come
-    from `tokens.checked`. `name` and the hyperparameters are those of `policy_loss`, and so are the errors about them;
-    `aggregate` and `constant_length` are checked and have no effect."""
+    from `tokens.checked`. `name` and the hyperparameters mean the same as in `policy_loss` and raise the same errors.
+    But `aggregate` and `constant_length` have no effect, and raise only if their own values are not allowed."""
     loss = find_loss(name)
     loss.check(hyperparameters, _OF_EVERY_LOSS)
     correction = correct(
@@ -116,7 +117,7 @@ The arguments:
   mask: [B, T], nonzero where a token is trained. Elsewhere every array may hold anything.
   ref_logprobs: f[B, T], log π_ref; None where the reference is the behaviour policy.
   completion_ids: i32[B, T], tells the completions of a packed row apart; None is one completion a row.
-  group_ids: i32[B], the prompt of each completion; only `rpg_completions` reads `group_ids`.
+  group_ids: i32[B] or i32[B, T], the prompt of each completion; only `rpg_completions` reads the ids.
   prefix_kl: the KL to the reference at the tokens' prefixes, of `token_divergences`; only estimator="exact" reads it.
   aggregate: the mean over tokens, a name of `AGGREGATES`; `constant` needs `constant_length`, in tokens.
   The other arguments are the hyperparameters of the loss, explained above.
@@ -128,13 +129,13 @@ range and for shapes that do not match.
 
 
 def of_arrays(loss: Loss | Callable[..., TokenLoss]) -> Callable[..., tuple[jax.Array, Metrics]]:
-    """A loss of tokens as a function of arrays, to be called as the losses of rlax are.
+    """Returns a loss of tokens as a function of arrays, which is called in the way of the losses of rlax.
 
         value, metrics = of_arrays(loss)(logprobs, behaviour_logprobs, advantages, mask, tau=0.5)
 
     `loss` is a function (tokens, *, hyperparameters) -> `TokenLoss`, of this package or your own (see `declaration`),
-    or a `Loss` of such a function. The result's own docstring describes its arguments: those of `policy_loss` without
-    the sampler's. It divides at once: `value` is sum / weight.
+    or a `Loss` of such a function. The returned function takes the arguments of `policy_loss` except
+    `sampler_logprobs`; its docstring explains them. `value` is sum / weight. Raises TypeError as `Loss`.
     """
     rows = [loss] if isinstance(loss, Loss) else [row for row in LOSSES.values() if row.function is loss]
     declared = rows[0] if rows else Loss(loss)

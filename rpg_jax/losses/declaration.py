@@ -48,10 +48,9 @@ ClipDual = Annotated[float | None, Range("(1, inf]")]
 
 
 def declared(function: Callable[..., Any]) -> dict[str, Any]:
-    """A function's keyword-only arguments: name -> annotation, where `Literal[words]` becomes `Annotated[str, words]`.
-
-    Raises TypeError for an argument that is neither `Literal[...]` nor `Annotated[...]`.
-    """
+    """A function's keyword-only arguments: name -> annotation, where `Literal[words]` becomes `Annotated[str, words]`,
+    `words` being a tuple. Raises TypeError for an argument whose annotation is neither `Literal[...]` nor
+    `Annotated[...]`."""
     hints, names = typing.get_type_hints(function, include_extras=True), list(keywords(function))
     for name in names:
         if typing.get_origin(hints.get(name)) is Literal:
@@ -68,10 +67,11 @@ def keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def passes_on_to(*functions: Callable[..., Any]) -> Callable[[Function], Function]:
-    """A decorator for a function that hands its `**options` to one of `functions`; it changes the function's signature.
+    """A decorator for a function that hands its `**options` to one of `functions`: its signature names the options.
 
-    Keyword-only parameters of `functions` become parameters of the decorated function, with annotations and defaults.
-    If two functions have a parameter of one name, the later function's counts. The decorated function's own come first.
+    The decorator changes what `inspect.signature` and `__annotations__` show; it changes no call. After the function's
+    own parameters they show the keyword-only parameters of `functions`, with annotations and defaults. If several of
+    `functions` have a parameter of one name, the last one's counts; a parameter of the function itself comes before.
     """
 
     def add(function: Function) -> Function:
@@ -91,9 +91,9 @@ def passes_on_to(*functions: Callable[..., Any]) -> Callable[[Function], Functio
 
 
 def check(loss: str, declarations: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raises ValueError unless every hyperparameter of `given` is declared and its value allowed. `declarations` are
-    those of the function `declared`; `loss` is the name for the message. A `jax.Array` (a scheduled coefficient) passes
-    unchecked, because its value may be unknown while tracing."""
+    """Raises ValueError unless every hyperparameter of `given` (name -> value) is declared and its value allowed.
+    `declarations` are a result of `declared`; `loss` is a name for the message. A `jax.Array` (a scheduled coefficient)
+    passes unchecked, because its value may be unknown while tracing."""
     for name, value in given.items():
         if name not in declarations:
             raise unknown(f"hyperparameter of loss {loss!r}:", name, declarations)
@@ -113,7 +113,7 @@ def check(loss: str, declarations: Mapping[str, Any], given: Mapping[str, Any]) 
 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> ValueError:
-    """Returns the ValueError for a `what`, such as "loss", of an unknown `name`; it has the known names."""
+    """Returns a ValueError: there is no `what`, such as "loss", of this `name`. It has the `known` and a close name."""
     spelled = {one.lower(): one for one in known}
     close = difflib.get_close_matches(str(name).lower(), spelled, n=1)
     guess = f" Did you mean {spelled[close[0]]!r}?" if close else ""
@@ -121,7 +121,7 @@ def unknown(what: str, name: object, known: Iterable[str]) -> ValueError:
 
 
 def lookup(table: Mapping[str, Row], what: str, name: str) -> Row:
-    """table[name]. Raises ValueError if the table lacks the name, with `what`, the known names and the closest one."""
+    """table[name]. Raises the ValueError of `unknown` if the table lacks the name; `what` is the word for a row."""
     if not isinstance(name, str) or name not in table:
         raise unknown(what, name, table)
     return table[name]
@@ -140,7 +140,7 @@ class Declared:
 
 
 class Table(dict[str, Row], Generic[Row]):
-    """Declared functions by name. `row` makes an entry from a function and the arguments of `declare`."""
+    """Declared functions by name. `row` makes a table's entry from a function and the arguments of `declare`."""
 
     def __init__(self, row: Callable[..., Row]):
         super().__init__()
@@ -150,7 +150,8 @@ class Table(dict[str, Row], Generic[Row]):
         return f"Table({', '.join(self)})"
 
     def declare(self, *equations: Any, name: str = "", **options: Any) -> Callable[[Function], Function]:
-        """A decorator that adds `row(function, *equations, **options)` under `name` or the function's name."""
+        """A decorator that adds `row(function, *equations, **options)` under `name`, or under the function's own name
+        if `name` is "". It returns the function unchanged."""
 
         def add(function: Function) -> Function:
             self[name or function.__name__] = self._row(function, *equations, **options)
@@ -165,7 +166,8 @@ class TokenLoss:
 
     Attributes:
       values: f[B, T], each token's loss, to be minimised.
-      events: name -> bool[B, T], what happened to which token; each becomes the metric `<name>_fraction`.
+      events: name -> bool[B, T], the tokens to which something happened, for example a clip; the fraction of these
+        tokens becomes the metric `<name>_fraction`.
     """
 
     values: jax.Array
@@ -178,15 +180,16 @@ class TokenLoss:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loss:
-    """A declared loss. Raises TypeError if a keyword-only argument of the function does not declare its values.
+    """A declared loss. Raises the TypeError of `declared`, for an argument that does not declare its values.
 
     Attributes:
       function: (tokens, **hyperparameters) -> `TokenLoss`.
       equation: LaTeX of a token's loss, or a function of the hyperparameters that returns this LaTeX.
       aggregate: name in `AGGREGATES`, for callers that name no aggregate.
-      check_aggregate: takes `aggregate` and the hyperparameters; raises ValueError if they do not fit together.
-      name: of the loss in `LOSSES`; "" is the name of the function.
-      hyperparameters: the annotations of the function's keyword-only arguments, by name.
+      check_aggregate: takes `aggregate` and the hyperparameters that a caller gives, all by name; raises ValueError if
+        the aggregate and the hyperparameters do not fit together.
+      name: of the loss in `LOSSES`; "" becomes the name of the function.
+      hyperparameters: what `declared` returns for the function.
     """
 
     function: Callable[..., TokenLoss]
@@ -205,15 +208,16 @@ class Loss:
         return self.equation if isinstance(self.equation, str) else self.equation(**hyperparameters)
 
     def check(self, given: Mapping[str, Any], of_every_loss: Mapping[str, Any]) -> None:
-        """Raises ValueError for a value of `given` that is not allowed, a name that neither the function nor
-        `of_every_loss` declares, and a hyperparameter that has no default and is not given."""
+        """Raises ValueError if `given` (name -> value) has a value that is not allowed, has a name that neither the
+        function nor `of_every_loss` (name -> annotation) declares, or lacks a hyperparameter without a default."""
         check(self.name, {**self.hyperparameters, **of_every_loss}, given)
         for name, parameter in keywords(self.function).items():
             if parameter.default is parameter.empty and name not in given:
                 raise ValueError(f"loss {self.name!r} needs the hyperparameter {name}, which has no default: give it")
 
     def __call__(self, tokens: Any, **hyperparameters: Any) -> TokenLoss:
-        """The loss of each token. Raises ValueError if the result is no `TokenLoss` or has a wrong shape or dtype."""
+        """The loss of each token of `Tokens`; the hyperparameters are not checked. Raises ValueError if the function
+        returns no `TokenLoss`, or an array of it has a wrong shape or dtype."""
         result = self.function(tokens, **hyperparameters)
         wanted = jax.ShapeDtypeStruct(tokens.logprobs.shape, tokens.logprobs.dtype)
         if not isinstance(result, TokenLoss):
@@ -238,15 +242,12 @@ def find_loss(loss: str | Loss) -> Loss:
 
 
 def declare_own_loss(name: str, function: Callable[..., TokenLoss]) -> Loss:
-    """Adds a loss from outside this repository to `LOSSES` and returns its row, the same row for the same function.
+    """Adds a loss from outside this repository to `LOSSES` and returns its row.
 
     `function(tokens, *, hyperparameters)` takes `Tokens` and returns a `TokenLoss`. Each hyperparameter declares its
-    values by `Literal[...]` or `Annotated[float, Range(...)]`. Another function's row with this name is replaced.
-
-    Args:
-      name: "module:function", the value of `loss.name` in a config.
-
-    Raises ValueError if `function` does not have this form.
+    values by `Literal[...]` or `Annotated[float, Range(...)]`. `name` is "module:function", the value of `loss.name` in
+    a config. If `name` has a row of this function, nothing changes; a row of another function is replaced. Raises
+    ValueError if `function` does not have this form.
     """
     if name in LOSSES and LOSSES[name].function is function:
         return LOSSES[name]

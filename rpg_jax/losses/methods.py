@@ -1,4 +1,4 @@
-"""The methods of the paper's tables. A row holds all choices but the model and the data.
+"""The methods, of the paper's tables and others. A row holds all choices but the model and the data.
 
 A row's loss is `policy_loss(method.loss, aggregate=method.aggregate, **method.hyperparameters, …)` on the advantages
 `advantages(method.advantage, rewards, …)`. Aggregate `constant` (Dr. GRPO) also takes `constant_length`, the completion
@@ -18,7 +18,7 @@ from rpg_jax.losses.regularized_pg import rpg
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """One row of the paper's tables.
+    """One row of `METHODS`.
 
     Attributes:
       loss: name in `LOSSES`.
@@ -29,7 +29,7 @@ class Method:
       overlong_shaping: subtract from the reward of completions close to the length limit.
       learning_rate: of the policy, for pretrained models.
       source: the origin of the row and its values; docs/methods.md prints it.
-      hyperparameters: keyword arguments of the loss by name; the loss's defaults hold for the others.
+      hyperparameters: keyword arguments of the loss by name; other arguments have the loss's defaults.
     """
 
     loss: str
@@ -60,9 +60,9 @@ def row(
     learning_rate: float = 1e-6,
     **hyperparameters: Any,
 ) -> Method:
-    """A method whose loss is the function `loss`, a row of `LOSSES`; `hyperparameters` are arguments of this function.
-    Without `aggregate` it has the aggregate that the loss declares. `dapo_batches` switches dynamic sampling and
-    overlong shaping on. The other arguments are attributes of `Method`."""
+    """A method whose loss is the function `loss`, of a row of `LOSSES`; `hyperparameters` are arguments of this
+    function. If `aggregate` is None, the method has the aggregate that the loss declares. `dapo_batches` switches
+    dynamic sampling and overlong shaping on. The other arguments are attributes of `Method`."""
     name = loss.__name__
     aggregate = aggregate or LOSSES[name].aggregate
     options = MappingProxyType(hyperparameters)
@@ -70,9 +70,9 @@ def row(
 
 
 def regularized(divergence: str, estimator: str, *, source: str, **changed: Any) -> Method:
-    """A row of RPG: group-mean advantages, token mean, RPG-style clip, β = 1e-4, DAPO's sampling and shaping.
-    `estimator` is "differentiable" or "reinforce"; the learning rate comes from its public recipes. `changed` replaces
-    hyperparameters of `rpg` in this recipe, for example kl_coef=0.1, or `learning_rate`."""
+    """A row of RPG: group-mean advantages, token mean, clip `dual`, β = 1e-4, DAPO's sampling and shaping. `estimator`
+    is "differentiable" or "reinforce", and chooses the learning rate of the public recipes. `changed` replaces
+    hyperparameters of `rpg` in this recipe, for example kl_coef=0.1, or the `learning_rate`."""
     recipe: dict[str, Any] = {"divergence": divergence, "estimator": estimator, "clip": "dual", "kl_coef": 1e-4}
     recipe["learning_rate"] = {"differentiable": 1e-6, "reinforce": 5e-7}[estimator]
     return row(rpg, "group_mean", source, reference="every", dapo_batches=True, **recipe | CLIP_HIGHER | changed)
@@ -99,11 +99,11 @@ GRPO: dict[str, Any] = {"reference": "fixed", "kl_coef": 1e-3, **SYMMETRIC_CLIP}
 
 
 def of_completions(divergence: str, source: str, **hyperparameters: float | str) -> Method:
-    """A row of RPG for completions: leave-one-out returns, a fixed reference, every completion with its token sum.
+    """A row of RPG for completions: leave-one-out advantages, a fixed reference, completions count by their token sums.
 
-    `hyperparameters` of `rpg` replace those of the recipe. Dynamic sampling is off: it drops groups whose rewards are
-    equal, and the KL of these groups too. The unnormalized divergences have no rows: the baseline removes their mass
-    terms, so their gradients are those of these rows.
+    `hyperparameters` of `rpg` replace values of the recipe. Dynamic sampling is off: it would drop groups whose rewards
+    are equal, and the KL of these groups too. `COMPLETIONS` has no RPG-SEQ row of an unnormalized divergence: the
+    baseline removes its mass term, so its gradient is the gradient of the normalized divergence.
     """
     recipe: dict[str, Any] = {"estimator": "reinforce", "level": "sequence", "clip": "dual", "kl_coef": 0.1}
     return row(
@@ -135,9 +135,9 @@ COMPLETIONS = {
 
 
 def distilled(source: str, **hyperparameters: float | str) -> Method:
-    """A row of on-policy distillation: the KL to a teacher with β = 1, without a clip, and the rewards.
-    `hyperparameters` of `rpg` replace those of the recipe; with `level` it is for completions. A run without rewards
-    has `rewards.parts=exact:0`."""
+    """A row of on-policy distillation: the KL to a teacher with β = 1, without a clip, beside the rewards.
+    `hyperparameters` of `rpg` replace values of the recipe; with `level` among them the row is for completions. A run
+    switches the rewards off by `rewards.parts=exact:0`."""
     recipe: dict[str, Any] = {"divergence": "rkl", "estimator": "reinforce", "clip": "none", "kl_coef": 1.0}
     completions = "level" in hyperparameters
     return row(
