@@ -14,8 +14,8 @@ from rpg_jax.losses.declaration import Declared, Table, lookup
 
 
 class Trained(Protocol):
-    """Tokens [B, T] that an update trains on (`mask` nonzero), and each token's completion (`completion_ids` i32[B,
-    T])."""
+    """Tokens [B, T] that an update trains on where `mask` is nonzero. `completion_ids` i32[B, T] is the number of a
+    token's completion in its row; None: one completion a row."""
 
     @property
     def mask(self) -> jax.Array: ...
@@ -52,7 +52,8 @@ def sequence_mean_token_mean(values: jax.Array, tokens: Trained) -> Sums:
 
 @AGGREGATES.declare(r"\tfrac{1}{N L} \textstyle\sum_i \sum_t \ell_{i,t}")
 def constant(values: jax.Array, tokens: Trained, constant_length: float | None) -> Sums:
-    """(Σ loss, completions × constant_length in tokens, not None), scalars, of `values` f[B, T] (Dr. GRPO)."""
+    """(Σ loss, number of completions × `constant_length`), scalars, of `values` f[B, T] (Dr. GRPO). The length is in
+    tokens; None raises ValueError."""
     if constant_length is None:
         raise ValueError("aggregate 'constant' needs constant_length, in tokens: usually the completion budget")
     total, completions = sequence_mean_token_sum(values, tokens)

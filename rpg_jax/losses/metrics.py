@@ -24,21 +24,22 @@ _SHOWN = 40.0
 
 
 def token_metrics(tokens: Tokens, events: dict[str, jax.Array]) -> Metrics:
-    """Metrics of a batch and of its loss's `events`: name -> (sum, weight), f32 scalars over unmasked tokens.
+    """The metrics of tokens and of their loss's `events` (name -> bool[B, T]), as name -> (sum, weight), f32 scalars.
 
     importance_ratio: mean w = π_θ/π_old. log_ratio_max: max |log π_θ − log π_old|. ratio_bounded_fraction: fraction of
-      tokens whose ratio is bounded at e²⁰ (`tokens.bounded_exp`).
+      tokens whose ratio the losses bound at e²⁰ (`tokens.bounded_exp`).
     kl: w·k3 = w log r − w + ρ, whose mean under π_old is KL(π_θ‖π_ref) in nats per token at the prefixes that π_old
-      wrote: unbiased, never negative, not clamped. Without `ref_logprobs` the reference is the behaviour policy.
-    kl_exact: KL(π_θ‖π_ref) of the next-token distributions, summed over the vocabulary; where `prefix_kl` is given. Its
-      expectation is that of `kl`, and the sampled tokens add no noise to it.
-    kl_k1, kl_k2, kl_k3: k1, k2 and k3 averaged over tokens of π_old without the weight w; biased wherever π_θ is not
-      π_old.
+      wrote: unbiased and never negative, except where w or ρ is bounded at e²⁰. Without `ref_logprobs` π_ref is π_old.
+    kl_exact: KL(π_θ‖π_ref) of the next-token distributions in nats, summed over the vocabulary; where `prefix_kl` is
+      given. `kl_exact` and `kl` have the same expectation; the sampled tokens add no noise to `kl_exact`.
+    kl_k1, kl_k2, kl_k3: k1, k2 and k3 averaged over tokens of π_old without the weight w; biased if π_θ is not π_old.
     behaviour_forward_kl_k1, behaviour_forward_kl_k3: −log w and w − 1 − log w, k1 and k3 at y = π_θ/π_old. The mean of
       each under π_old is the forward KL of the update, KL(π_old‖π_θ), in nats per token; the second is never negative.
     sampler_ratio, sampler_ratio_squared: u = π_old/π_s and u², where `sampler_logprobs` are given. mean(u)² / mean(u²)
       is the effective sample size, as a fraction of the tokens.
     <event>_fraction: fraction of tokens with an event of the loss: clip, clip_high, clip_low, clip_dual, ….
+
+    A log-ratio beyond ±40 nats counts as ±40, except in `log_ratio_max`.
     """
     tokens = dataclasses.replace(tokens, logprobs=jax.lax.stop_gradient(tokens.logprobs))
     tokens_counted = jnp.sum(tokens.mask, dtype=tokens.logprobs.dtype)
@@ -72,8 +73,8 @@ def token_metrics(tokens: Tokens, events: dict[str, jax.Array]) -> Metrics:
 
 
 def merge(parts: Sequence[Metrics]) -> Metrics:
-    """The metrics of at least one micro-batch as one: sums and weights added, the maximum under `_max` keys. Every part
-    must have the keys of the first."""
+    """Joins the metrics of one or more micro-batches: adds sums and weights, and takes the maximum under `_max` keys.
+    Every part must have the same keys."""
     merged = {}
     for name in parts[0]:
         values, weights = zip(*(part[name] for part in parts), strict=True)
@@ -85,9 +86,9 @@ def merge(parts: Sequence[Metrics]) -> Metrics:
 
 
 def divided(metrics: Mapping[str, tuple[jax.Array, jax.Array]]) -> dict[str, float]:
-    """The quotient sum / weight of each metric, as floats on the host; a weight of 0 gives 0. Waits for the devices. An
-    entry `_max` gives its value without a division. An entry `_share` gives the root of the quotient. Call `divided`
-    once, after `merge` has summed over micro-batches: a mean of quotients depends on the split."""
+    """The quotient sum / weight of each metric, as floats on the host; 0 if both are 0. Waits for the devices. A key
+    `…_max` has its value without a division, a key `…_share` the root of the quotient. Call `divided` once, after
+    `merge` has summed over micro-batches: a mean of quotients depends on the split."""
     values = {}
     for name, (total, weight) in jax.device_get(dict(metrics)).items():
         quotient = float(total) if name.endswith("_max") else float(total) / max(float(weight), 1e-9)

@@ -27,7 +27,8 @@ from rpg_jax.losses.tokens import Tokens
 
 @dataclasses.dataclass(frozen=True)
 class Correction:
-    """The tokens that the loss sees, the constant weight f[B, T] of each token's loss, and events as of `TokenLoss`."""
+    """The tokens that the loss sees, the constant weight of each token's loss, f[B, T] or one number for all, and the
+    events of the correction, as in `TokenLoss`."""
 
     tokens: Tokens
     weight: jax.Array | float
@@ -39,7 +40,7 @@ Carried = Literal["token", "completion"]
 
 @dataclasses.dataclass(frozen=True)
 class Kind(Declared):
-    """A declared correction. `carries` names the ratio in its weight: the token's u, the completion's u_x, or None."""
+    """A declared correction. `carries` is the ratio that is a factor of its weight, as `carried_ratio` says."""
 
     carries: Carried | None = None
 
@@ -49,10 +50,8 @@ SAMPLER_CORRECTIONS = Table(Kind)
 
 @SAMPLER_CORRECTIONS.declare(r"\min(u, h)", carries="token")
 def truncate(tokens: Tokens, *, high: float = 2.0) -> Correction:
-    """Weight min(u, `high`), u = π_old/π_s: truncated importance sampling, exact per token for high = ∞.
-
-    Source: fengyao.notion.site/off-policy-rl.
-    """
+    """Weight min(u, `high`), u = π_old/π_s: truncated importance sampling, exact per token for `high` = ∞. Source:
+    fengyao.notion.site/off-policy-rl."""
     u = jnp.exp(tokens.log_sampler_ratio)
     return Correction(tokens, jnp.minimum(u, high), {"sampler_ratio_truncated": u > high})
 
@@ -66,28 +65,25 @@ def mask(tokens: Tokens, *, low: float = 0.5, high: float = 5.0) -> Correction:
 
 @SAMPLER_CORRECTIONS.declare(r"u_x \cdot [l \le u_x \le h]", carries="completion")
 def sequence(tokens: Tokens, *, low: float = 0.5, high: float = 2.0) -> Correction:
-    """Weight u_x where low ≤ u_x ≤ high, else 0: exact for completions if none is rejected (Seq-MIS of verl, commit
-    1dda039).
-
-    u_x, the product of u = π_old/π_s, falls or grows with the length, so the bounds reject long completions first.
-    """
+    """Weight u_x where low ≤ u_x ≤ high, else 0; u_x is the product of u = π_old/π_s over the completion. Exact for
+    completions if none is rejected. u_x falls or grows with the length, so the bounds reject long completions first
+    (Seq-MIS of verl, commit 1dda039)."""
     u = jnp.exp(masking.completion_sum(tokens.log_sampler_ratio, tokens.mask, tokens.completion_ids))
     return _kept(tokens, u, (u >= low) & (u <= high))
 
 
 @SAMPLER_CORRECTIONS.declare(r"[l \le \bar u \le h]")
 def geometric(tokens: Tokens, *, low: float = 0.999, high: float = 1.001) -> Correction:
-    """Weight 1 where low ≤ ū ≤ high, else 0; ū is the geometric mean of a completion's π_old/π_s (Geo-RS of verl,
-    commit 1dda039)."""
+    """Weight 1 where low ≤ ū ≤ high, else 0; ū: geometric mean of a completion's π_old/π_s (Geo-RS, verl 1dda039)."""
     u = jnp.exp(masking.completion_mean(tokens.log_sampler_ratio, tokens.mask, tokens.completion_ids))
     return _kept(tokens, jnp.ones_like(u), (u >= low) & (u <= high))
 
 
 @SAMPLER_CORRECTIONS.declare(r"[A \ge 0 \text{ or } (\textstyle\prod_t \pi_\theta/\pi_s)^{1/T} \ge l]")
 def off_policy(tokens: Tokens, *, low: float = math.exp(-0.5)) -> Correction:
-    """Weight 0 for completions with A < 0 and mean log(π_s/π_θ) > δ = −log low, else 1 (arXiv:2512.02556). The report
-    of DeepSeek-V3.2 says "off-policy sequence masking" and gives no δ; TRL suggests 0.5 nats a token (commit f2cd577).
-    The ratio holds the sampler's gap and the drift of the policy."""
+    """Weight 0 for tokens with A < 0 of a completion whose mean of log(π_s/π_θ) is above δ = −log `low`; else 1. The
+    source, arXiv:2512.02556 (DeepSeek-V3.2), says "off-policy sequence masking" and gives no δ; TRL suggests 0.5 nats a
+    token (commit f2cd577). The ratio π_s/π_θ holds the sampler's gap and the drift of the policy."""
     log_ratio = jax.lax.stop_gradient(tokens.log_w) + tokens.log_sampler_ratio
     ratio = jnp.exp(masking.completion_mean(log_ratio, tokens.mask, tokens.completion_ids))
     return _kept(tokens, jnp.ones_like(ratio), (tokens.advantages >= 0) | (ratio >= low))
@@ -106,18 +102,18 @@ def _kept(tokens: Tokens, weight: jax.Array, kept: jax.Array) -> Correction:
 
 
 def carried_ratio(kind: str | None) -> Carried | None:
-    """The ratio that is a factor of the correction's weight; None if no ratio is one, or `kind` is None. "token" is u =
-    π_old/π_s of the token, "completion" the product of u over its completion. Raises ValueError for an unknown
+    """The ratio that is a factor of the weight of the correction `kind`: "token" for u = π_old/π_s, "completion" for
+    the product of u over the completion, None for neither or if `kind` is None. Raises ValueError for an unknown
     `kind`."""
     return None if kind is None else lookup(SAMPLER_CORRECTIONS, "sampler_correction", kind).carries
 
 
 def correct(tokens: Tokens, kind: str | None, **bounds: Any) -> Correction:
-    """Applies the correction `kind`, a name of `SAMPLER_CORRECTIONS`; None leaves the tokens and their weight of 1
-    alone.
+    """Applies the correction `kind`, a name of `SAMPLER_CORRECTIONS`; None gives the same tokens with weight 1.
 
-    `bounds` are low and high, of the ratio; a bound of None is the correction's default. Raises ValueError if `kind` is
-    unknown or does not take a bound, low is not below high, or `tokens.sampler_logprobs` are missing.
+    `bounds` are `low` and `high` of the ratio; None is the correction's default. Raises ValueError if `kind` is unknown
+    or does not take a bound that is not None, low is not below high, or `tokens.sampler_logprobs` is None. With `kind`
+    None only a bound that is not None raises.
     """
     given = {name: value for name, value in bounds.items() if value is not None}
     if kind is None:

@@ -34,12 +34,12 @@ def gae(
     Args:
       rewards: f[B, T], the reward of each token: usually a completion's reward at its last token, 0 elsewhere.
       values: f[B, T], V_t of the prefix that token t continues.
-      mask: [B, T]; a token where it is 0 takes no time: neither γ nor λ discounts it, and t + 1 skips it.
+      mask: [B, T]; a token whose mask is 0 takes no time: neither γ nor λ discounts at this token, and t + 1 skips it.
       completion_ids: i32[B, T], tells the completions of a packed row apart; None is one completion a row.
       gamma, gae_lambda: γ and λ, in [0, 1], or ValueError.
 
     Returns:
-      advantages and returns, f32[B, T] (f64 for f64 values), 0 under the mask. No gradient.
+      advantages and returns, f32[B, T] (f64 for f64 values), 0 where `mask` is 0. No gradient.
     """
     if not (0 <= gamma <= 1 and 0 <= gae_lambda <= 1):
         raise ValueError(f"gamma and gae_lambda must be in [0, 1], got {gamma=} and {gae_lambda=}")
@@ -83,8 +83,8 @@ def value_metrics(old_values: jax.Array, returns: jax.Array, mask: jax.Array) ->
 def explained_variance(
     *, mean_return: float, mean_return_squared: float, mean_error: float, mean_error_squared: float
 ) -> float:
-    """1 − Var(R − V) / Var(R), from means over tokens of R, R², R − V and its square; 0 if R is constant. It is 1 for
-    perfect values V, 0 for constant V, below 0 for harmful V."""
+    """1 − Var(R − V) / Var(R), from means over tokens of R, R², R − V and (R − V)²; 0 if Var(R) <= 1e-12. The result is
+    1 for perfect values V, 0 for constant V, below 0 for values that are worse than a constant."""
     variance = mean_return_squared - mean_return**2
     return 1 - (mean_error_squared - mean_error**2) / variance if variance > 1e-12 else 0.0
 
@@ -96,7 +96,7 @@ def _scan_back(x: jax.Array, decay: float, mask: jax.Array, completion_ids: jax.
 
 
 def _next(x: jax.Array, completion_ids: jax.Array | None) -> jax.Array:
-    """x at the next place, 0 after the last one of a completion."""
+    """x at the next place; 0 at the last place of a completion."""
     following = jnp.concatenate([x[:, 1:], jnp.zeros_like(x[:, :1])], axis=1)
     if completion_ids is None:
         return following
