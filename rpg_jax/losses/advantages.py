@@ -24,7 +24,7 @@ VARIANCE_FLOOR = 1e-8
 
 @dataclasses.dataclass(frozen=True)
 class Advantage(Declared):
-    """A declared advantage: its function, its LaTeX `equation`, and `over`: what a completion is compared with."""
+    """A declared advantage. `over` says what a completion is compared with: its group, or the whole batch."""
 
     over: Literal["group", "batch"] = "group"
 
@@ -40,7 +40,7 @@ LEARNED_ADVANTAGES = Table(Declared)
 @ADVANTAGES.declare(r"R_i - \tfrac1G \textstyle\sum_j R_j")
 def group_mean(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
     """R_i − mean of the group where `counted` bool[P, G] (None: all); f[P, G] as the rewards (RPG, arXiv:2505.17508).
-    Exactly 0 where all rewards of a group are equal; the reward itself where G = 1."""
+    Exactly 0 if all counted rewards of a group are equal; the reward itself if G = 1."""
     if rewards.shape[1] == 1:
         return rewards
     one = rewards[:, :1]
@@ -70,8 +70,8 @@ def group_standardised(rewards: jax.Array, counted: jax.Array | None = None) -> 
 
 @ADVANTAGES.declare(r"R_i - \tfrac{1}{G-1} \textstyle\sum_{j \ne i} R_j")
 def leave_one_out(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
-    """R_i − mean of the group's others where `counted` bool[P, G] (None: all); f[P, G] (RLOO, arXiv:2402.14740). A
-    completion without others has its reward."""
+    """R_i − mean of the group's other completions where `counted` bool[P, G] (None: all); f[P, G] as the rewards (RLOO,
+    arXiv:2402.14740). A completion without another counted completion has its reward."""
     if rewards.shape[1] == 1:
         return rewards
     if counted is None:
@@ -105,9 +105,9 @@ def maxrl(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
 def gdpo(parts: jax.Array, part_weights: jax.Array, counted: jax.Array | None = None) -> jax.Array:
     """The sum of a reward's parts, each standardised in its group, standardised over the batch; f[P, G] (GDPO).
 
-    `parts` f[P, G, N] are unweighted; their weights ω in the sum are `part_weights` f[N]. So ω says how much a part
-    counts, whatever its spread is. Means and deviations are over `counted` bool[P, G] (None: all). Both deviations
-    divide by the number minus 1, and have 1e-6 added; NVlabs/GDPO at b080e63 adds 1e-4. Source: arXiv:2601.05242.
+    `parts` f[P, G, N] are the N unweighted parts, and `part_weights` f[N] are their weights ω in the sum. So ω says how
+    much a part counts, whatever its spread is. Means and deviations are over `counted` bool[P, G] (None: all).
+    Deviations divide by the number minus 1, and have 1e-6 added; NVlabs/GDPO at b080e63 adds 1e-4 (arXiv:2601.05242).
     """
     standardised = jax.vmap(lambda part: group_standardised(part, counted), in_axes=-1, out_axes=-1)(parts)
     summed = jnp.sum(part_weights * standardised, axis=-1)
@@ -153,12 +153,12 @@ _GIVEN = ("rewards", "counted", "lengths", "parts", "part_weights")
 
 
 def declare_own_advantage(name: str, function: Callable[..., jax.Array]) -> None:
-    """Adds an advantage from outside this repository to `ADVANTAGES`, in place of one with the same name.
+    """Adds an advantage from outside this repository to `ADVANTAGES`, in place of an advantage with the same name.
 
-    `function(rewards)` takes and returns f[P, G]. It may also ask for `counted` bool[P, G] and `lengths` i32[P, G], or
-    take `parts` f[P, G, N] and `part_weights` f[N] in place of `rewards`, all by these names. The function may compare
-    different groups, so `turn_advantages` refuses the advantage. `name` is "module:function", the value of
-    `loss.advantage` in a config. Raises ValueError if `function` does not have this form.
+    `function(rewards)` takes and returns f[P, G]. It may also have the parameters `counted` bool[P, G] and `lengths`
+    i32[P, G], or `parts` f[P, G, N] and `part_weights` f[N] in place of `rewards`. The function may compare different
+    groups, so `turn_advantages` refuses the advantage. `name` is "module:function", the value of `loss.advantage` in a
+    config. Raises ValueError if `function` does not have this form.
     """
     if not inspect.isfunction(function):
         raise ValueError(f"the advantage {name!r} must be a function, made with def; got {type(function).__name__}")
@@ -185,9 +185,9 @@ def advantages(
     Args:
       name: a name of `ADVANTAGES`.
       rewards: f[P, G], G completions of each of P prompts.
-      lengths: i32[P, G], the trained tokens of each completion. Only the whitened advantages read the lengths.
-      parts, part_weights: f[P, G, N] and N weights. The weighted sum of the parts is the reward. Only `gdpo` reads the
-        parts; without `parts` the reward is the only part, and without `part_weights` every weight is 1.
+      lengths: i32[P, G], the number of trained tokens of each completion, which the whitened advantages need.
+      parts, part_weights: f[P, G, N] and N weights, which `gdpo` reads. The weighted sum of the parts is the reward.
+        Without `parts` the reward is the only part, of weight 1. `part_weights` None: every weight is 1.
       counted: bool[P, G], the completions that the update trains on; None: all. Other completions have advantage 0, and
         they change no advantage. The only counted completion of a group of several has advantage 0, not its reward,
         because no other completion can be compared with it.
@@ -196,8 +196,8 @@ def advantages(
       f32[P, G] (f64 for f64 rewards). No gradient.
 
     Raises:
-      ValueError: an unknown name, an advantage from a critic, a wrong shape, a whitened advantage without `lengths`,
-        or `counted` for an advantage that cannot leave a completion out.
+      ValueError: an unknown name, an advantage from a critic, a wrong shape (also of a function's result), a whitened
+        advantage without `lengths`, or `counted` for an advantage whose function cannot leave a completion out.
     """
     declared = lookup({**ADVANTAGES, **LEARNED_ADVANTAGES}, "advantage", name)
     if name in LEARNED_ADVANTAGES:
@@ -259,7 +259,7 @@ def turn_advantages(
     r_{i,j} is the reward of turn j of completion i, T_j the number of turns of completion j. So s is t, except at turns
     that no other completion has: such a turn is compared with the last returns of the longest other completions.
 
-    R_{i,t} leaves out the rewards of earlier turns, because a turn cannot change them. The baseline of `leave_one_out`
+    R_{i,t} leaves out the rewards of earlier turns, which turn t cannot change. The baseline of `leave_one_out`
     depends on other completions alone, and s does too. So the expected gradient is the gradient of the sum of rewards.
     If all completions of a group have the same number of turns and only the last turn has a reward, every turn has the
     advantage of its completion. A group of one has baseline 0.
@@ -267,8 +267,8 @@ def turn_advantages(
     Args:
       name: a name of `ADVANTAGES` that compares within a group.
       returns: for each of P prompts and G completions f32[k], R_{i,1} … R_{i,k} of its k turns.
-      counted: [P][G] bools, the completions that the update trains on; None: all. Others have advantage 0 and change no
-        advantage, and so has the only counted completion of a group of several.
+      counted: [P][G] bools, the completions that the update trains on; None: all. Other completions have advantage 0
+        and change no advantage. The only counted completion of a group of several has advantage 0.
 
     Returns f32[k] for each prompt and completion, in NumPy. Raises ValueError if the advantage is unknown, compares a
     whole batch, or comes from a critic.

@@ -30,9 +30,9 @@ _ABSENT = -1e30  # the logit of an entry that pads the vocabulary: finite, so th
 
 
 class Cut(NamedTuple):
-    """How hidden [B, T, D], targets [B, T] and head [V, D] lie on a mesh: the axes that shard each dimension. `rows`
-    are the axes of B, `positions` of T, `vocab` of V and `width` of D; () is not sharded. The axes of `width` must be
-    among those of `rows`."""
+    """How hidden [B, T, D], targets [B, T] and head [V, D] lie on a mesh: the mesh axes that shard each dimension.
+    `rows` shard B, `positions` shard T, `vocab` shards V and `width` shards the D of the head; () shards nothing.
+    Every axis of `width` must be in `rows`."""
 
     mesh: Mesh | AbstractMesh
     rows: Axes = ()
@@ -59,12 +59,13 @@ def token_logprobs(
       head: f[V, D].
       targets: i32[..., T], in 0 … V − 1.
       temperature: > 0, the sampling temperature.
-      chunk_size: positions of the T axis in one chunk; the largest temporary is f32[..., chunk_size, V]. The leading
-        axes stay whole, so that a batch axis keeps its sharding.
-      entropy: also return the entropy, nats. It costs nothing unless requested.
+      chunk_size: the most positions of the T axis in one chunk; the largest temporary is f32[..., chunk_size, V]. The
+        leading axes stay whole, so that a batch axis keeps its sharding.
+      entropy: also return the entropy, nats.
       cut: how the arrays lie on a mesh; hidden is then [B, T, D]. None: the arrays are whole.
-      used: i32[], the number of leading positions of the T axis whose numbers are wanted. Chunks after these positions
-        are not computed: their outputs are 0, and so are their gradients. None computes all chunks.
+      used: i32[], the number of leading positions of the T axis whose numbers are wanted. Of several
+        chunks a device leaves out the chunks after its first `used` positions: their outputs and gradients are 0. None
+        computes all chunks.
 
     Returns:
       log-probabilities f32[..., T], nats (f64 for f64 inputs), and entropy f32[..., T] or None.
@@ -118,8 +119,8 @@ def token_divergences(
     Args:
       hidden, head, targets: f[..., T, D], f[V, D] and i32[..., T] in 0 … V − 1, of the policy.
       ref_hidden, ref_head: f[..., T, E] and f[V, E], of the reference, whose width E may be another.
-      temperature, chunk_size: the sampling temperature, > 0, and positions of the T axis in one chunk, for both
-        policies.
+      temperature, chunk_size: the sampling temperature, > 0, and the most positions of the T axis in one chunk, for
+        both policies.
       entropy: also return the policy's entropy, in nats.
       cut: how the arrays lie on a mesh. `ref_hidden` and `ref_head` are sharded in the way of `hidden` and `head`.
       used: i32[], the number of leading positions of the T axis whose numbers are wanted, as in `token_logprobs`.
@@ -156,7 +157,7 @@ def _check(hidden, head, targets, temperature, chunk_size, cut):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
 def _token_numbers(hidden, head, targets, used, reference, temperature, chunk_size, entropy, cut):
-    """Log-probs, entropies or None, and (ref_logprobs, reverse, forward), or None without a reference."""
+    """(log-probs, entropies or None, (ref_logprobs, reverse, forward) or None without a reference), f[..., T] each."""
     return _forward(hidden, head, targets, used, reference, temperature, chunk_size, entropy, cut)[0]
 
 
@@ -259,7 +260,7 @@ def _accumulator(hidden, head):
 
 
 def _outer(g_logits, h, accumulate):
-    """Σ over tokens of g_logits ⊗ h, f[V, E]. XLA:CPU copies the left factor, so there `h`, the smaller, is left."""
+    """Σ over tokens of g_logits ⊗ h, f[V, D]. XLA:CPU copies the left factor: there it is `h`, which is smaller."""
     of = functools.partial(jnp.einsum, preferred_element_type=accumulate)
     return lax.platform_dependent(
         g_logits,
@@ -283,7 +284,8 @@ def _logits(hidden, words, temperature, entries):
 
 
 def _scan(chunk, carry, xs, used):
-    """`lax.scan(chunk, carry, xs)`, without the chunks that hold none of the first `used` positions."""
+    """`lax.scan(chunk, carry, xs)`. If there are several chunks, a chunk without one of the first `used` positions is
+    left out, and its outputs are 0."""
     chunks, size = jax.tree.leaves(xs)[-1].shape[0], jax.tree.leaves(xs)[-1].shape[-1]
     if used is None or chunks == 1:
         return lax.scan(chunk, carry, xs)
@@ -339,7 +341,7 @@ def _reference_shard(reference, cut):
 
 
 def _psum_tokens(gradient, cut):
-    """The sum over devices that hold other tokens, except tokens that `_all_gather` already brought together."""
+    """The sum over the devices whose tokens `_all_gather` has not brought together."""
     others = () if cut is None else tuple(axis for axis in (*cut.rows, *cut.positions) if axis not in cut.width)
     return lax.psum(gradient, others) if others else gradient
 
@@ -361,7 +363,7 @@ def _shard(x, cut):
 
 
 def _reduce_scatter(x, cut):
-    """This device's tokens of the sum over the devices that share the vocabulary."""
+    """The sum over the devices that share the vocabulary; each device keeps the sums of its own tokens."""
     if cut is not None and cut.width:
         x = lax.psum_scatter(x, cut.width)
     return x if cut is None or not cut.vocab else lax.psum(x, cut.vocab)
