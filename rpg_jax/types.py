@@ -154,7 +154,7 @@ class Completion:
 
     def followed_by(self, rest: "Completion") -> "Completion":
         """Returns `rest`, which continues this completion, with this completion's tokens, log-probs and versions in
-        front. All other fields are of `rest`, whose `experts` cover both. Neither may have `turns`."""
+        front. All other fields are of `rest`. Neither completion may have `turns`."""
         both = [(getattr(self, name), getattr(rest, name)) for name in ("tokens", "logprobs", "token_versions")]
         tokens, logprobs, versions = map(np.concatenate, both)
         return dataclasses.replace(rest, tokens=tokens, logprobs=logprobs, versions=versions)
