@@ -17,7 +17,7 @@ from jax.lax import stop_gradient
 
 from rpg_jax import masking
 from rpg_jax.losses.advantages import leave_one_out
-from rpg_jax.losses.declaration import KLCoef
+from rpg_jax.losses.declaration import KLCoef, lookup
 from rpg_jax.losses.divergences import DIVERGENCES, Divergence
 from rpg_jax.losses.tokens import LARGEST_LOG_RATIO, PrefixKL, Tokens, bounded_exp
 
@@ -186,8 +186,8 @@ def kl_baseline(
     Args:
       log_ratios: f[P, G], Σ_t log(π_old/π_ref) of each of a prompt's G completions, nats. If G is 1, all are one group.
       counted: bool[P, G], the completions that the update trains on; None: all. Other completions are in no mean.
-      divergence, kl_coef, level: a name of `DIVERGENCES`, β, and the level of `rpg`. Other hyperparameters of `rpg` may
-        be passed, and are not read.
+      divergence, kl_coef, level: a name of `DIVERGENCES` (else ValueError), β, and the level of `rpg`. Other
+        hyperparameters of `rpg` may be passed, and are not read.
 
     Returns:
       f[P, G], to be added to the advantages; 0 where a completion is not counted. All are 0 at another level than
@@ -195,7 +195,7 @@ def kl_baseline(
     """
     if level != "sequence":
         return jnp.zeros_like(log_ratios)
-    a, b, c = DIVERGENCES[divergence].of_completions()
+    a, b, c = lookup(DIVERGENCES, "divergence", divergence).of_completions()
     shape = (1, -1) if log_ratios.shape[1] == 1 else log_ratios.shape
     rows, own = log_ratios.reshape(shape), None if counted is None else counted.reshape(shape)
     found = kl_coef * (a * (rows - leave_one_out(rows, own)).reshape(log_ratios.shape) + b - c)

@@ -465,6 +465,11 @@ def test_one_completion_a_prompt_takes_the_batch_as_its_group():
     np.testing.assert_allclose(grouped, baseline, **EXACT)
 
 
+def test_a_baseline_of_an_unknown_divergence_is_refused_with_the_closest_name():
+    with pytest.raises(ValueError, match="unknown divergence 'ukrl'. Did you mean 'urkl'"):
+        losses.kl_baseline(jnp.zeros((1, 2)), divergence="ukrl", level="sequence")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     (
