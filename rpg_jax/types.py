@@ -30,7 +30,7 @@ class Sampling:
         probability. 1 is no limit.
       top_k: >= 0; tokens are drawn from the `top_k` most probable tokens. 0 is no limit.
       max_tokens: >= 1, the most tokens of a completion. The stop tokens and an environment's tokens count.
-      stop_token_ids: the tokens that end a completion, or a turn of a conversation. The completion keeps a drawn one.
+      stop_token_ids: the tokens that end a completion, or a turn of a conversation. A drawn stop token is kept.
       min_p: in [0, 1]; only tokens with at least `min_p` times the largest probability are drawn. 0 is no limit.
     """
 

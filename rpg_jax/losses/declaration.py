@@ -71,7 +71,7 @@ def passes_on_to(*functions: Callable[..., Any]) -> Callable[[Function], Functio
 
     The decorator changes what `inspect.signature` and `__annotations__` show; it changes no call. After the function's
     own parameters they show the keyword-only parameters of `functions`, with annotations and defaults. If several of
-    `functions` have a parameter of one name, the last one's counts; a parameter of the function itself comes before.
+    `functions` have a parameter of one name, the last function's counts; the decorated function's own counts first.
     """
 
     def add(function: Function) -> Function:
@@ -113,7 +113,7 @@ def check(loss: str, declarations: Mapping[str, Any], given: Mapping[str, Any]) 
 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> ValueError:
-    """Returns a ValueError: there is no `what`, such as "loss", of this `name`. It has the `known` and a close name."""
+    """Returns a ValueError: no `what`, such as "loss", has this `name`. Its message lists `known` and a close name."""
     spelled = {one.lower(): one for one in known}
     close = difflib.get_close_matches(str(name).lower(), spelled, n=1)
     guess = f" Did you mean {spelled[close[0]]!r}?" if close else ""

@@ -86,9 +86,9 @@ def merge(parts: Sequence[Metrics]) -> Metrics:
 
 
 def divided(metrics: Mapping[str, tuple[jax.Array, jax.Array]]) -> dict[str, float]:
-    """The quotient sum / weight of each metric, as floats on the host; 0 if both are 0. Waits for the devices. A key
-    `…_max` has its value without a division, a key `…_share` the root of the quotient. Call `divided` once, after
-    `merge` has summed over micro-batches: a mean of quotients depends on the split."""
+    """The quotient sum / weight of each metric, as floats on the host; 0 if both are 0. Waits for the devices. Under
+    a key `…_max` the result is the value, undivided; under a key `…_share` the root of the quotient. Call `divided`
+    once, after `merge` has summed over micro-batches: a mean of quotients depends on the split."""
     values = {}
     for name, (total, weight) in jax.device_get(dict(metrics)).items():
         quotient = float(total) if name.endswith("_max") else float(total) / max(float(weight), 1e-9)
