@@ -26,7 +26,7 @@ from etils import epath
 
 from rpg_jax.storage import errors
 
-_IN_PLACE = ("checkpoints", "reference", "initial", "journal")  # subfolders of a run that are written there directly
+_IN_PLACE = ("checkpoints", "reference", "initial", "base", "journal")  # subfolders that a run writes there directly
 _COPY_SECONDS = 30.0
 
 
@@ -281,7 +281,7 @@ class Folder:
         return target
 
     def fetch(self) -> None:
-        """Copies a bucket to `files`, without the subfolders checkpoints, reference, initial and journal.
+        """Copies a bucket to `files`, without the subfolders checkpoints, reference, initial, base and journal.
 
         A local folder is only checked. Raises ValueError if it has a pipe or a device: a process that reads a pipe may
         wait for ever. Raises StorageFailure if the bucket cannot be read, after retries.

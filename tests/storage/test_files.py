@@ -152,6 +152,7 @@ def test_a_bucket_has_what_the_local_folder_has_and_gives_it_back(gcs):
     pytest.importorskip("gcsfs")
     gcs.put("runs/r/checkpoints/3/state/d", b"large")
     gcs.put("runs/r/journal/3/0-1.groups", b"large")
+    gcs.put("runs/r/base/00000000/d", b"large")
     with storage.Folder("gs://bucket/runs/r") as first:
         (first.files / "rollouts").mkdir()
         for name in ("metrics.jsonl", "rollouts/1.npz", "rollouts/2.npz", ".half.partial"):
@@ -167,6 +168,7 @@ def test_a_bucket_has_what_the_local_folder_has_and_gives_it_back(gcs):
         "runs/r/rollouts/1.npz",
         "runs/r/checkpoints/3/state/d",
         "runs/r/journal/3/0-1.groups",
+        "runs/r/base/00000000/d",
     }
     assert set(gcs.objects) == kept and not first.files.exists()
     assert gcs.generations["runs/r/rollouts/1.npz"] == before["runs/r/rollouts/1.npz"], "unchanged, not copied again"
