@@ -70,8 +70,11 @@ class Checkpoints:
             _say(f"{path} is half-written: it is not used, and is deleted once there is a newer checkpoint")
 
     def latest_step(self) -> int | None:
-        """The newest step of a checkpoint on disk, whether it is damaged or not; None if there is no checkpoint."""
-        return self._manager.latest_step()
+        """The newest step of a checkpoint on disk, damaged or not; None if there is none. A save that has not
+        ended does not count, though Orbax counts it. Raises StorageFailure if storage does not answer."""
+        last = "commit_success.txt" if storage.in_bucket(self._directory) else ""  # what the end of a save makes
+        paths = {step: self._directory / str(step) / last for step in reversed(self.steps())}
+        return errors.retried(lambda: next((n for n, path in paths.items() if path.exists()), None), self._directory)
 
     def steps(self) -> list[int]:
         """The step of every checkpoint that is still kept, damaged or not, oldest first; [] if there is none."""

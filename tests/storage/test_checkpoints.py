@@ -1,10 +1,12 @@
 """States come back bit for bit; what cannot be trusted is refused by name, and the one before it used."""
 
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -190,6 +192,20 @@ def test_checkpoints_come_back_bit_for_bit_and_only_the_last_are_kept(tmp_path):
     assert checkpoints.steps() == [2, 3] and checkpoints.latest_step() == 3
     assert weights_checksum(checkpoints.restore(3, like(tree(0)))) == weights_checksum(tree(3))
     assert checkpoints.record(2) == {"step": 2, "stream": {"at": 10}}
+    checkpoints.close()
+
+
+def test_a_save_under_way_is_no_checkpoint_yet(tmp_path, monkeypatch):
+    on_disk, finalize = threading.Event(), ocp.CheckpointManager._finalize
+    monkeypatch.setattr(ocp.CheckpointManager, "_finalize", lambda *how: (on_disk.wait(60), finalize(*how)))
+    checkpoints = Checkpoints(tmp_path / "c", keep=2)
+    for step in (1, 2):
+        checkpoints.save(step, tree(step), {})
+        assert checkpoints.latest_step() == (step - 1 or None)
+        on_disk.set()
+        checkpoints.wait()
+        assert checkpoints.latest_step() == step
+        on_disk.clear()
     checkpoints.close()
 
 
