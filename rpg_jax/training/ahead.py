@@ -1,12 +1,13 @@
 """Rollouts for later steps in a thread of their own while the trainer trains, with bounded staleness.
 
-The batch of step s begins when s − max_staleness steps are trained, not earlier. So no token comes from older
-weights. (A group that dynamic sampling carries over is one step older.) Trained weights replace the rollout's weights
-between two batches: a batch comes from the weights after exactly max(0, s − max_staleness) steps. Runs are reproducible
-bit for bit, whatever the threads do.
+The batch of step s begins when s − max_staleness steps are trained, not earlier. So no token comes from older weights.
+(A group that dynamic sampling carries over is one step older.) Trained weights replace the rollout's weights between
+two batches: a batch comes from the weights after exactly max(0, s − max_staleness) steps. Runs are reproducible bit for
+bit, whatever the threads do.
 
 Groups carry the log-probability with which every token was drawn. The trainer recomputes this number for completions of
-its present weights, as without this module. For completions of earlier weights the rollout's number serves.
+its present weights, as without this module. For completions of earlier weights the rollout's number serves as log
+π_old, unless `Algorithm.decoupled` is set.
 
 On several devices the rollout has devices of its own. Two threads that launch programs on the same devices may launch
 them in another order on each device, and programs that exchange data across devices then wait for ever. So this
@@ -68,9 +69,9 @@ class AheadCollector(Collector):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rpg-ahead")
 
     def take(self, step: int, params: Any, version: int) -> Sampled:
-        """Begins the batches of steps up to `step` + max_staleness, then waits for the groups of `step`. `step` counts
-        from 0; `params` are the trainer's weights and `version` their number of updates. Raises RolloutError if weights
-        older than the bound drew a token, and the error with which sampling failed."""
+        """Begins the batches of steps up to `step` + max_staleness, then waits for the groups of `step`. Called once a
+        step, in order; `step` counts from 0. `params` are the trainer's weights and `version` their number of updates.
+        Raises RolloutError if weights older than the bound drew a token, and any error with which sampling failed."""
         self._versions = {s: v for s, v in self._versions.items() if s >= step - self.max_staleness - 1}
         self._versions[step] = version
         due = [s for s in range(step, min(step + self.max_staleness + 1, self.steps)) if s not in self._jobs]
@@ -85,23 +86,24 @@ class AheadCollector(Collector):
         """Does nothing: this collector's thread carries groups over itself, with the rollout's log-probs."""
 
     def publish(self, params: Any, version: int) -> None:
-        """Does nothing: the next batch brings its weights."""
+        """Does nothing: the next `take` hands the weights to the batch that it begins."""
 
     def sync(self, params: Any, version: int) -> None:
-        """Makes a copy of `params` the rollout's weights: the next step donates `params` while the rollout samples.
-        Raises RolloutError unless the rollout then holds the same bits."""
+        """Makes a copy of `params`, weights of `version` updates, the rollout's weights: the next step donates `params`
+        while the rollout samples. Raises RolloutError unless the rollout then holds the same bits, in its own dtype."""
         super().sync(self.rollout.stage_weights(params), version)
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """While entered, the rollout serves the caller alone; entering waits for all batches that are being sampled. If
-        some hosts evaluated before a batch and other hosts after it, all would wait for each other for ever."""
+        """A context in which the rollout serves the caller alone. Entering waits for all batches that `take` has begun.
+        If some hosts evaluated before a batch and others after it, all would wait for each other for ever."""
         wait(self._jobs.values())
         with self._turn:
             yield
 
     def record(self) -> dict[str, Any]:
-        """Everything that a resume needs, JSON-able. Waits for the batches that are being sampled."""
+        """Everything that a resume needs, JSON-able. Waits for the batches that have begun; raises the error of a
+        failed one."""
         ahead = {
             "batches": {str(step): _encode(job.result()) for step, job in self._jobs.items()},
             "carried": encode_groups(self.carried),
@@ -110,7 +112,8 @@ class AheadCollector(Collector):
         return {"ahead": ahead, "stream": self.stream.state(), "pending": "", "share": self.share}
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Goes back to the state that `record` returned. Raises ValueError if a run without staleness wrote it."""
+        """Goes back to the state that `record` returned. Raises ValueError if a run without staleness wrote it, or if
+        it is of another stream (`PromptStream.restore`)."""
         state = record["ahead"]
         if state is None:
             raise ValueError("the checkpoint was written with rollout.max_staleness=0 and this run has more")
@@ -147,14 +150,15 @@ class AheadCollector(Collector):
 
 
 def sampled(collected: Collected, errors: Mapping[str, int], version: int) -> Sampled:
-    """The `Sampled` of a step from its groups, failed verdicts by kind, and the `version` of the trainer's weights."""
+    """The `Sampled` of a step with the groups `collected`, the failed verdicts by kind, and the `version` of the
+    trainer's weights. The groups to train have behaviour log-probs by `without_present`; `to_carry` is empty."""
     trained = collected.trained
     return Sampled(collected, errors, without_present(trained, version), staleness=staleness(trained, version))
 
 
 def without_present(groups: Sequence[Group], version: int) -> list[Group]:
-    """The groups with the rollout's log-probs as behaviour log-probs, f32[n] a completion of n tokens. Tokens of
-    weights `version` get NaN: the trainer computes these."""
+    """Copies of the groups with the rollout's log-probs as `behaviour_logprobs`, f32[n] a completion of n tokens.
+    Tokens of weights `version` get NaN: the trainer computes these."""
 
     def known(completion):
         return np.where(completion.token_versions == version, np.float32(np.nan), completion.logprobs)
@@ -163,13 +167,15 @@ def without_present(groups: Sequence[Group], version: int) -> list[Group]:
 
 
 def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Mean and maximum over tokens of the updates between the weights that drew a token and weights `version`."""
+    """The metrics staleness_updates and staleness_updates_max: mean and maximum, over the tokens that the policy
+    sampled in `groups`, of the updates between the weights that drew a token and weights `version`."""
     ages = np.concatenate([version - c.token_versions[c.sampled] for g in groups for c in g.completions])
     return {"staleness_updates": float(ages.mean()), "staleness_updates_max": int(ages.max())}
 
 
 def _marked(collected: Collected) -> Collected:
-    """The groups with the rollout's log-probs as behaviour log-probs. A group is the same object in all its lists."""
+    """`collected` with the rollout's log-probs as behaviour log-probs of its groups. A group is the same object in all
+    lists."""
     marked = {
         id(g): dataclasses.replace(g, behaviour_logprobs=[c.logprobs for c in g.completions])
         for name in _LISTS

@@ -27,9 +27,9 @@ class DynamicSampling:
 
     Attributes:
       oversample: prompts of a batch, in units of prompts_per_step. 0: as many as should fill the step (`batch_size`).
-      max_batches: the most generation batches a step may take.
-      surplus: what to do with informative groups that the step does not need. "drop" forgets them. "carry" hands as
-        many as one step needs to the next step, which trains them first. So no trained group is older than one step.
+      max_batches: the most batches that a step generates. It then trains the informative groups that it has.
+      surplus: what to do with informative groups that the step does not need. "drop" forgets them. "carry" hands at
+        most as many as one step needs to the next step, which trains them first, and forgets the rest.
     """
 
     oversample: int = 1
@@ -37,11 +37,11 @@ class DynamicSampling:
     surplus: str = "drop"
 
     def batch_size(self, prompts_per_step: int, *, missing: int, share: float) -> int:
-        """The number of prompts in the next batch.
+        """The number of prompts in the next batch: `oversample` times `prompts_per_step`, or with `oversample` 0 the
+        number ceil((m + 2 sqrt(m (1 - p))) / p), at most 10 prompts_per_step.
 
-        With `oversample` 0 the number is ceil((m + 2 sqrt(m (1 - p))) / p), at most 10 prompts_per_step. m = `missing`
-        informative groups need m / p prompts in the mean, where p = `share` in (0, 1] of the groups is informative. The
-        square root is the standard deviation of the number of informative groups.
+        m = `missing` informative groups need m / p prompts in the mean, where p = `share` in (0, 1] of the groups is
+        informative. The square root is the standard deviation of the number of informative groups.
         """
         if self.oversample:
             return self.oversample * prompts_per_step
@@ -57,9 +57,9 @@ class Collected:
     `Group.informative` decides. Without dynamic sampling, a group is uninformative if failures leave nothing to train.
 
     Attributes:
-      generated: the groups that this step sampled, in order.
+      generated: the groups that were sampled for this step, in order.
       pending: the groups that the step before carried over.
-      trained: the groups to train now.
+      trained: the groups to train now; those of `pending` come first.
       carried: the groups for the next step to train.
       dropped: informative groups that no step trains.
       first_batch: with dynamic sampling, the number of groups that the first batch generated; None without it, or if
@@ -79,10 +79,11 @@ class Collected:
 
         Σ w_i x_i = q mean(x | informative) + (1 − q) mean(x | uninformative)
 
-        q is the share of informative groups in the first batch. A step stops as soon as enough groups are informative.
-        So its last batch tends to have more informative groups than the other batches, and a plain mean over the step
-        is biased. The first batch is free of the bias, because its size is known before its groups are. The mean over
-        informative groups is unbiased, and so is the mean over uninformative groups: a step stops for no other reason.
+        q is the share of informative groups in the first batch, or in all groups without dynamic sampling: then every
+        weight is 1/n. A step stops as soon as enough groups are informative. So its last batch tends to have more
+        informative groups than the other batches, and a plain mean over the step is biased. The first batch is free of
+        the bias: its size is known before its groups are. The mean over informative groups is unbiased, and so is the
+        mean over uninformative groups: a step stops for no other reason.
         """
         known = [g for g in self.generated if g.judged.any()]
         first = sum(g.judged.any() for g in self.generated[: self.first_batch])
@@ -97,7 +98,8 @@ class Collected:
         return _share(self.generated) if self.generated else None
 
     def accounting(self) -> dict[str, float]:
-        """Counts of groups: generated = kept + uninformative; kept + carried_in = trained + carried_out + dropped."""
+        """Counts of groups: generated = kept + uninformative; kept + carried_in = trained + carried_out + dropped. The
+        entry `staleness` is carried_in / trained."""
         kept = len(self.trained) + len(self.carried) + len(self.dropped) - len(self.pending)
         return {
             "groups_generated": len(self.generated),
@@ -129,20 +131,21 @@ def collect(
     """The groups of a step.
 
     Without dynamic sampling a step trains the next `prompts_per_step` problems. With dynamic sampling a step generates
-    batches until `prompts_per_step` groups are informative; the `pending` groups count. The size of a batch depends on
-    the order of the problems and on finished groups alone. So the number of hosts and their speeds change no group.
+    batches until `prompts_per_step` groups are informative, `pending` ones included, or it has `max_batches`. The size
+    of a batch depends on the order of the problems and on finished groups alone. So the number of hosts changes no
+    group.
 
     Args:
       take: returns the next n problems of the stream. A prompt may come twice within a step, at the border of two
         epochs. With the same random numbers the second group would equal the first, so the second group draws other
         random numbers. With dynamic sampling the step leaves the second prompt out.
-      generate: called with problems and `step`, returns their scored groups in order; blocks until they are complete.
+      generate: takes problems, `step` and `draw`, and returns their scored groups in order; see `GroupGenerator`.
       step: from 0.
       dynamic: None trains every group that has a completion to train on.
       pending: the groups that the step before carried over; read with dynamic sampling only.
       share: the share of informative groups to expect in the first batch.
       max_failures: the largest share of the generated completions that may have failed, see `Group.failed`.
-      begun: the step's first batch, if earlier steps have begun it.
+      begun: the step's first batch, scored, if earlier steps have begun it; it counts in `max_batches`.
 
     Raises ValueError if more completions failed than `max_failures`, or so many that no group can be trained, or if no
     group was informative after `max_batches`.
@@ -178,7 +181,7 @@ def collect(
 
 
 def _check_failures(generated: Sequence[Group], step: int, most: float) -> None:
-    """Raises ValueError if more than the share `most` of the completions failed. `most` -1: no group can be trained."""
+    """Raises ValueError if more than the share `most` of the completions failed, or always if `most` is -1."""
     completions = sum(len(g.completions) for g in generated)
     kinds = collections.Counter(kind for g in generated for kind in g.failed if kind)
     if kinds.total() > most * completions:
@@ -225,7 +228,7 @@ class Sampled:
       errors: the number of failed verdicts by kind.
       trained: the groups to train now. Tokens that earlier weights sampled have their behaviour log-probs.
       to_carry: the groups whose behaviour log-probs the trainer must note before it updates the weights.
-      staleness: metrics of the age of the weights that sampled the groups.
+      staleness: metrics of the age of the weights that sampled the groups, by name; {} from a plain `Collector`.
     """
 
     collected: Collected
@@ -258,7 +261,8 @@ class Collector:
     lags: ClassVar[bool] = False  # the rollout may hold earlier weights than the trainer
 
     def take(self, step: int, params: Any, version: int) -> Sampled:
-        """The groups of `step` (from 0), sampled now; blocks until they are scored. Reads no weights."""
+        """The groups of `step` (from 0), sampled now with the rollout's weights; blocks until they are scored. `params`
+        and `version` are not read. Raises the errors of `collect` and of the rollout."""
         del params, version
         collected = self._next(step)
         return Sampled(collected, self.take_errors(), collected.trained, collected.carried)
@@ -268,18 +272,18 @@ class Collector:
         self.carried = carried
 
     def publish(self, params: Any, version: int) -> None:
-        """Hands the weights that a step has trained to the rollout; `version` is their number of updates."""
+        """Hands the weights that a step has trained to the rollout by `sync`; `version` is their number of updates."""
         self.sync(params, version)
 
     def sync(self, params: Any, version: int) -> None:
-        """Makes `params` the weights of the rollout, of number `version`, and verifies that it holds the same bits.
-        Raises RolloutError if the checksums differ: completions would come from another policy than the trained
-        policy."""
+        """Makes `params` the weights of the rollout, with the version number `version`, and verifies that it holds the
+        same bits (in its dtype). Raises RolloutError if the checksums differ: completions would come from another
+        policy than the trained policy."""
         self.rollout.sync_weights(params, version)
         self.rollout.verify_weights(params)
 
     def exclusive(self) -> contextlib.AbstractContextManager:
-        """While entered, the rollout serves the caller alone. A caller that changes the weights must call `sync`."""
+        """A context: the rollout serves the caller alone. A caller that changes the weights must call `sync`."""
         return contextlib.nullcontext()
 
     def record(self) -> dict[str, Any]:
@@ -288,7 +292,8 @@ class Collector:
         return {"ahead": None, "stream": self.stream.state(), "pending": pending, "share": self.share}
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Goes back to the state that `record` returned. Raises ValueError if another kind of collector wrote it."""
+        """Goes back to the state that `record` returned. Raises ValueError if a collector that samples ahead wrote it,
+        or if it is of another stream (`PromptStream.restore`)."""
         if record["ahead"] is not None:
             raise ValueError("the checkpoint was written with rollout.max_staleness above 0 and this run has 0")
         self.stream.restore(record["stream"])

@@ -53,7 +53,7 @@ class Part:
         return np.zeros(0, np.int32) if self.begun is None else self.begun.tokens
 
     def followed_by(self, drawn: list[Completion]) -> list[Completion]:
-        """The part's completions, after a call that has drawn the completions `drawn`."""
+        """The part's completions after a call that has drawn `drawn`. If `begun` goes on, its tokens come first."""
         return drawn if self.begun is None else [self.begun.followed_by(one) for one in drawn]
 
 
@@ -65,8 +65,9 @@ class GroupGenerator:
 
     Processes divide the prompts as the rollout says (`Split`). A process scores the groups that it samples, or every
     n-th group if all n sample together. It returns all groups, in order. A complete or scored group is a heartbeat.
-    With `play`, an environment answers every turn: `play` makes the player of a request from the request's problems.
-    With `journal`, groups that the run's journal has are not sampled again. `encode` makes a problem's prompt, i32[n].
+    `encode` makes a problem's prompt, i32[n]; `decode` makes text of token ids. With `play`, an environment answers
+    every turn: `play` makes the player of a request from the request's problems. With `journal`, groups that the run's
+    journal has are not sampled again, but scored again.
     """
 
     def __init__(
@@ -98,7 +99,8 @@ class GroupGenerator:
     ) -> list[Group]:
         """The scored group of each problem, in order, on every process; blocks. All processes give the same problems.
 
-        `step` and `draw` choose the random numbers. `group_size` None: the generator's.
+        `step` and `draw` choose the random numbers. `group_size` None: the generator's. Raises the errors of
+        `Rollout.generate`, of the scorer, and of an environment that cannot be made or always fails.
         """
         split = self._rollout.split
         places: Sequence[int] = range(len(problems))
@@ -127,8 +129,9 @@ class GroupGenerator:
         return self._noted(self._joined({places[i]: group for i, group in made.items()}, errors))
 
     def draw(self, parts: Sequence[Part], *, step: int) -> list[list[Completion]]:
-        """The completions of each part, with the tokens of earlier calls: a group, or the one completion that goes on.
-        `step` is the present step: the journal keeps the groups of a step together. Blocks; all processes call it."""
+        """Draws the next tokens of each part. Returns its completions with the tokens of earlier calls: a group that
+        begins, or the one completion that goes on. `step` is the present step: the journal keeps the groups of a step
+        together. Blocks; all processes call it with the same parts. Raises the errors of `Rollout.generate`."""
         split, places = self._rollout.split, list(range(len(parts)))
         places = hosts.share(places) if split is Split.SHARE else places
         own = [parts[place] for place in places]
@@ -161,7 +164,7 @@ class GroupGenerator:
         return self._noted(self._joined(*scoring.result()))
 
     def _noted(self, groups: list[Group]) -> list[Group]:
-        """The groups, whose lengths order the next prompts."""
+        """Notes the groups' mean lengths, by which later calls order their prompts; returns the groups."""
         for group in groups:
             self._lengths[group.problem.prompt_id] = float(np.mean([len(c.tokens) for c in group.completions]))
         return groups
@@ -170,7 +173,8 @@ class GroupGenerator:
         return (self._seed + draw * _BETWEEN_DRAWS) % 2**32
 
     def _joined(self, own: dict[int, Group], errors: dict[str, int]) -> list[Group]:
-        """The groups of all processes, in the order of their problems."""
+        """Counts the failed verdicts `errors` of all processes, and returns their groups in the order of the problems.
+        `own` are this process's groups by the places of their problems, in order. All processes call it."""
         if jax.process_count() == 1:
             self._errors.update(errors)
             return [*own.values()]
@@ -214,9 +218,10 @@ class GroupGenerator:
 
 
 class _Scoring:
-    """Scores the groups of one call in a thread, all complete groups at a time. Leaving the context waits for scores. A
-    verifier that hangs delays one batch of scores. The rollout goes on, and the next groups wait only briefly. If a
-    verdict has failed by chance, the verifier is asked once more, after all other verdicts."""
+    """Scores the groups of one call in a thread, all complete groups at a time. Leaving the context waits for scores.
+    While a verifier hangs, the rollout goes on, and the groups that become complete are the next batch of scores. If a
+    verdict has failed by chance, the verifier is asked once more, after all other verdicts. Only groups at the places
+    `mine` are scored."""
 
     def __init__(
         self, generator: GroupGenerator, problems: Sequence[Problem], prompts: Sequence[np.ndarray], mine: set[int]
@@ -241,8 +246,8 @@ class _Scoring:
             self._looks.append(self._thread.submit(self._score_complete))
 
     def result(self) -> tuple[dict[int, Group], dict[str, int]]:
-        """Scored groups by the places of their problems, in order, and the number of failed verdicts by kind. Raises
-        the error that scoring raised. A verdict that has failed twice counts twice."""
+        """Scored groups by the places of their problems, in order, and the number of failed verdicts by kind. Called
+        once, after the context. Raises the error that scoring raised. A verdict that has failed twice counts twice."""
         for look in self._looks:
             look.result()
         self._ask_again()

@@ -30,10 +30,10 @@ class Algorithm:
     Attributes:
       collector: rollouts, scores and dynamic sampling; remembers the groups that it carries over.
       pack: `data.pack` with the run's arguments bound; takes groups and a number of `minibatches`.
-      advantages: computes the advantages of a batch that has log-probs, see `advantages_fn`; None with a critic.
+      advantages: computes the advantages of a batch, see `advantages_fn`; None with a critic.
       programs: the jitted log-prob pass and update.
       reference: the KL anchor; remembers when it moved.
-      updates_per_step, epochs: mini-batches of a rollout batch (one behaviour policy), and passes over it.
+      updates_per_step, epochs: mini-batches of a rollout batch (one behaviour policy), and passes over the batch.
       on_policy: a step has one update, on completions of the weights before the update. Then π_old is the policy in
         training. The update itself computes log π_old, the entropy and the sampler's gap, without a pass before it.
       decoupled: π_old is the policy at the beginning of the step, π_prox, for stale completions too. So w = π_θ/π_prox
@@ -45,8 +45,8 @@ class Algorithm:
       token_rewards: returns the reward of each token of groups; only a critic needs these rewards.
       reward_parts: the weight of each part of the reward, in the order of `Group.parts`.
       experts: the number of experts of a layer; 0 in a dense model.
-      after_updates: called with the step's number, batch and state while the batch exists; None for no call.
-      is_recorded: whether `after_updates` reads the batch of a step.
+      after_updates: called with the step's number, the batch, all log-probs included, and the new state; None: no call.
+      is_recorded: whether `after_updates` is called in a step, by the step's number.
       fault: (number, metrics, metrics of each update) -> the reason to stop the run after this step, or None; see
         `measures.Guard`. It is called before the rollout gets the weights.
     """
@@ -71,7 +71,7 @@ class Algorithm:
 
     def logprobs(self, params: Any, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Log-probs at the sampling temperature and entropies of the completion tokens of a micro-batch, in nats f32[B,
-        C], and the k experts of each of L layers that they used, [B, C, L, k] (None in a dense model)."""
+        C], and the k experts of each of L layers that predicted a token, [B, C, L, k] (None in a dense model)."""
         beat()
         return self.programs.logprobs(params, rows)
 
@@ -81,7 +81,7 @@ class Step:
     """The record of a finished step, which logs, trackers and a user's `on_step` receive.
 
     Attributes:
-      number: of the step, from 1. The record before the first step has number 0.
+      number: of the step, from 1. The record before a run's first step has number 0, or that of its parent's step.
       state: the weights and the optimizer's slots after the step. The next step donates the arrays.
       metrics: the metrics of the step by name, and the scores of an evaluation if an evaluation followed the step.
       updates: the metrics of each optimizer update of the step.
@@ -100,7 +100,7 @@ class Step:
 def take_step(a: Algorithm, state: TrainState, number: int) -> Step:
     """Takes step `number` (the first is 1): samples, scores, computes log-probs and advantages, updates, moves the
     reference, and hands the new weights to the rollout unless `a.fault` stops the run. The arrays of `state` are
-    donated: the returned record has the state after the step.
+    donated: the returned record has the state after the step. Raises the errors of the collector and of the reference.
     """
     clock = Clock()
     sampled = a.collector.take(number - 1, state.params, int(state.updates))
@@ -135,8 +135,7 @@ def take_step(a: Algorithm, state: TrainState, number: int) -> Step:
 
 def for_the_update(a: Algorithm, batch: Packed) -> Packed:
     """The batch for an update that computes log π_old itself: `behaviour_logprobs` are None, and `ref_logprobs` are
-    None too if the reference is the policy that samples.
-    """
+    None too unless the reference may differ from the policy that samples."""
     other = a.reference.differs(a.updates_per_step)
     own = [
         dataclasses.replace(b, behaviour_logprobs=None, ref_logprobs=b.ref_logprobs if other else None)
@@ -146,7 +145,8 @@ def for_the_update(a: Algorithm, batch: Packed) -> Packed:
 
 
 def add_logprobs(a: Algorithm, batch: Packed, state: TrainState, *, reference: bool = True) -> tuple[Packed, Metrics]:
-    """(The batch with the column log π_old, and with `reference` log π_ref, by the trainer's own pass; metrics.)
+    """(The batch with the column log π_old, and with `reference` log π_ref; metrics.) log π_old is the trainer's pass
+    under the present weights, or, unless `a.decoupled`, the stored number of a token that earlier weights sampled.
 
     The metrics are sums and weights: `entropy`, the routers' metrics, and `sampler_gap` and `sampler_gap_max`, the mean
     and the maximum of |log π_s − log π| over the tokens for which the trainer has computed log π under the weights that
@@ -173,7 +173,7 @@ def add_logprobs(a: Algorithm, batch: Packed, state: TrainState, *, reference: b
 def _reference_pass(
     a: Algorithm, batch: Packed, state: TrainState, present: tuple[jax.Array, ...] | None = None
 ) -> tuple[jax.Array, ...]:
-    """log π_ref of all micro-batches. `present` are the log-probs of the present policy, where they are known.
+    """log π_ref of each micro-batch, f32[B, C]. `present` are the log-probs of the present policy; None: unknown.
 
     A reference that is not the present policy chooses its own experts: the recorded experts are the policy's.
     """
@@ -188,7 +188,7 @@ def _reference_pass(
 
 
 def _present_pass(a: Algorithm, batch: Packed, state: TrainState) -> tuple[tuple[jax.Array, ...], Metrics]:
-    """Log-probs of all micro-batches under the present weights, and the metrics of this pass."""
+    """Log-probs f32[B, C] of each micro-batch under the present weights, and the pass's metrics as (sum, weight)."""
     present, sums, load = [], [], []
     for b in batch.batches:
         logprobs, entropy, experts = a.logprobs(state.params, b.rows)
@@ -201,9 +201,8 @@ def _present_pass(a: Algorithm, batch: Packed, state: TrainState) -> tuple[tuple
 
 
 def add_advantages(a: Algorithm, batch: Packed, state: TrainState) -> Packed:
-    """The batch with `advantages`: from the rewards of a group or batch, or from a critic's values of the tokens. With
-    a critic it also gets `rewards`, `values` and `returns`.
-    """
+    """The batch with the columns of `a.advantages`, from the rewards of a group or batch. With a critic, the batch gets
+    `rewards` of tokens, and `advantages`, `values` and `returns` from the critic's values of the tokens."""
     if a.advantages is not None:
         columns = a.advantages(batch)
         return batch.add(**{name: batch.scatter(values) for name, values in columns.items()})
@@ -235,8 +234,7 @@ def anchor_of(a: Algorithm, state: TrainState) -> Anchor:
 def update(a: Algorithm, batch: Packed, state: TrainState, step: int) -> tuple[TrainState, Metrics, list]:
     """Makes one update a mini-batch, in `a.epochs` passes over `batch`, and tells the reference of each update. Returns
     the state, the metrics as sums and weights over all updates, and the mean metrics of each update. Waits for the
-    devices. `step` is the number of the step, from 1.
-    """
+    devices. `step` is the number of the step, from 1. The arrays of `state` are donated."""
     minibatches, running, summed = batch.minibatches * a.epochs, [], []
     anchor = anchor_of(a, state) if a.exact else None
     a.reference.before_updates(state.params, step, len(minibatches))

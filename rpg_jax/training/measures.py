@@ -48,8 +48,8 @@ def sum_and_weight(values: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.A
 
 @jax.jit
 def sampler_gap(logprobs: jax.Array, sampler_logprobs: jax.Array, mask: jax.Array) -> Metrics:
-    """sampler_gap, sampler_gap_max: mean and maximum of |log π_s − log π| (nats) over tokens with mask 1: (sum,
-    weight)."""
+    """The metrics sampler_gap and sampler_gap_max, the mean and the maximum of |log π_s − log π| (nats) over tokens
+    with mask 1, as (sum, tokens) and (maximum, tokens). All arguments are f32[B, C]."""
     gap, tokens = jnp.abs(logprobs - sampler_logprobs), jnp.sum(mask)
     return {
         "sampler_gap": (masking.masked_sum(gap, mask), tokens),
@@ -67,11 +67,11 @@ def expert_load(experts: jax.Array, mask: jax.Array, *, count: int) -> jax.Array
 
 
 def load_metrics(load: np.ndarray) -> Metrics:
-    """Metrics of the imbalance of the experts, from the number of tokens of each expert [L, E].
+    """Metrics of the imbalance of the experts, from the number of tokens of each expert [L, E], as (value, 1).
 
-    max_violation: max_e load_e / mean load - 1 (MaxVio of arXiv:2408.15664), mean over layers; max_violation_worst: of
-    the worst layer. cv: the coefficient of variation std(load) / mean load (arXiv:1701.06538), mean over layers. Every
-    metric is 0 for an even load, and NaN if a layer has no token.
+    expert_load/max_violation: max_e load_e / mean load - 1 (MaxVio of arXiv:2408.15664), mean over layers;
+    max_violation_worst: of the worst layer. cv: the coefficient of variation std(load) / mean load (arXiv:1701.06538),
+    mean over layers. Every metric is 0 for an even load, and NaN if a layer has no token.
     """
     mean = load.mean(1, keepdims=True)
     relative = np.divide(load, mean, out=np.full(load.shape, np.nan), where=mean > 0)
@@ -88,9 +88,9 @@ def step_metrics(
     clock: Clock,
     parts: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """The metrics of a step, from the sums of its updates and its groups, as numbers by name. `totals` are name ->
-    (sum, weight). `parts` has the weights of reward parts. `sampler_gap` is absent if the trainer has no log-probs of
-    the weights that sampled the step's tokens."""
+    """The metrics of a step by name, from the sums of its updates, its groups and the `clock`. `totals` are name ->
+    (sum, weight). `parts` has the weights of reward parts. `state` is the state after the step. `sampler_gap` and
+    `sampler_gap_max` are absent if the trainer has no log-probs of the weights that sampled the step's tokens."""
     values = losses.divided(totals)
     if not totals["sampler_gap"][1]:
         del values["sampler_gap"], values["sampler_gap_max"]
@@ -116,10 +116,10 @@ def sampling_metrics(collected: Collected, parts: Mapping[str, float] = MappingP
 
     The means are for a prompt drawn at random: dynamic sampling does not bias them (`Collected.weights`). The length of
     a completion counts the tokens that the policy sampled; `conversation_metrics` counts an environment's tokens.
-    `equal_rewards` is the share of prompts whose completions all have one reward.
-    `failed` is the share of completions without a verdict (`Group.failed`); no mean has these completions. There are no
-    means if all groups were carried over and the step generated none. If a reward has several `parts`, each part has
-    the metric `reward/PART`: the part's mean times its weight.
+    `equal_rewards` is the share of prompts whose completions all have one reward. `failed` is the share of completions
+    without a verdict (`Group.failed`); no mean has these completions. There are no means if no generated group has a
+    verdict, as in a step that generates none. If a reward has several `parts` (name -> weight), each part has the
+    metric `reward/PART`: the part's mean times its weight.
     """
     generated, completions = collected.generated, [c for g in collected.generated for c in g.completions]
     judged = {id(g): [c for c, known in zip(g.completions, g.judged, strict=True) if known] for g in generated}
@@ -143,12 +143,12 @@ def sampling_metrics(collected: Collected, parts: Mapping[str, float] = MappingP
 
 
 def conversation_metrics(played: Sequence[Turns], judged: Sequence[Turns]) -> dict[str, float]:
-    """Metrics of the conversations between the policy and an environment; {} without conversations.
+    """Metrics of the conversations between the policy and an environment; {} if none was `played`.
 
     turns: the mean number of the policy's turns. observed_length: the mean number of tokens that the environment wrote.
-    Both are means over the conversations that are `judged`.
+    Both are means over the `judged` conversations, those with a known reward, and absent without any.
     environment_failed: the share of conversations that ended by a failure. environment_errors/KIND: the number of
-    failures of each kind.
+    failures of each kind. Both are of all conversations that were `played`.
     """
     if not played:
         return {}
@@ -173,7 +173,7 @@ SmolLM2-135M has 0.032 in bfloat16, on two CPU cores and on an H100; 0.005 to 0.
 
 @dataclasses.dataclass
 class Guard:
-    """Stops a run whose rollout is not the policy, or whose updates are not finite.
+    """Says when to stop a run: its rollout is not the policy, or its updates are not finite.
 
     Attributes:
       max_sampler_gap: the `sampler_gap` of `loop.add_logprobs`, nats per token, above which the run stops.
@@ -195,9 +195,9 @@ class Guard:
     needs_rewards: bool = True
 
     def warnings(self, step: int, values: Mapping[str, float]) -> Iterator[str]:
-        """Yields a warning at the first gap above the usual gap, and warnings after step 1 of what hinders learning.
-        The limit of tokens is too low if it cut off more than half of the completions. Nothing is learned where the
-        completions of each prompt have one reward."""
+        """Yields a warning at the first gap above the usual gap, and warnings after step 1 of what hinders learning: a
+        limit that cut off more than half of the completions, or (with `needs_rewards`) equal rewards of all completions
+        of each prompt. `values` are the metrics of step number `step`, from 1."""
         gap, usual = values.get("sampler_gap", 0.0), self.usual_sampler_gap
         if gap > usual:
             self.usual_sampler_gap = math.inf
@@ -220,9 +220,8 @@ class Guard:
 
     def fault(self, step: int, values: Mapping[str, float], updates: Sequence[Mapping[str, float]]) -> str | None:
         """The reason to stop the run after a step, and the fix; None if there is no reason. Call it once a step.
-
-        `values` are the metrics of the step, and `updates` the metrics of each of its updates.
-        """
+        `values` are the metrics of the step, and `updates` the metrics of each of its updates. A gap of NaN stops the
+        run."""
         for update in updates:
             self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if update["nonfinite_updates"] else 0
         gap = values.get("sampler_gap", 0.0)

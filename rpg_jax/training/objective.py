@@ -22,8 +22,8 @@ LossFn = Callable[[jax.Array, Batch], tuple[jax.Array, jax.Array, Metrics]]
 @functools.lru_cache(maxsize=128, typed=True)
 def policy_loss_fn(name: str | losses.Loss, **hyperparameters: Any) -> LossFn:
     """Returns `losses.policy_loss` as a `LossFn`, with the metric of `kl_share`. Equal arguments give one function.
-    `hyperparameters` are those of the loss. A KL that is summed over the vocabulary has no share: its gradient is not
-    one of the sampled tokens. Nor has a loss without a KL."""
+    `hyperparameters` are those of the loss. There is no share without a KL, or where β is the number 0, or of a KL that
+    is summed over the vocabulary: its gradient is not one of the sampled tokens."""
     kl_coef = hyperparameters.get("kl_coef", 1.0) if "kl_coef" in losses.find_loss(name).hyperparameters else 0.0
     regularized = (isinstance(kl_coef, jax.Array) or kl_coef > 0) and hyperparameters.get("estimator") != "exact"
 
@@ -35,7 +35,8 @@ def policy_loss_fn(name: str | losses.Loss, **hyperparameters: Any) -> LossFn:
 
 
 def kl_share(name: str | losses.Loss, logprobs: jax.Array, batch: Batch, **hyperparameters: Any) -> Metrics:
-    """The KL term's share of the gradient, the metric `kl_gradient_share`; no gradient.
+    """The KL term's share of the gradient, the metric `kl_gradient_share`, as the pair of both norms squared; no
+    gradient.
 
         ‖g − g₀‖ / ‖g‖,   g = ∂(Σ loss)/∂ log π_θ of every trained token, g₀ = the same at β = 0
 
@@ -89,7 +90,7 @@ def advantages_fn(
     Args:
       advantage: a name of `ADVANTAGES`.
       loss: a name of `LOSSES`; "rpg" with level="sequence" has the baseline of the KL.
-      part_weights: the weights of the parts of the reward.
+      part_weights: the weights of the parts of the reward; only "completion" reads them, for advantages as `gdpo`.
       credit: "completion", or "turn" for advantages of turns (`losses.turn_advantages` of `returns`).
       environment_weight: the weight of the environment's part in the reward; only "turn" reads it.
       **hyperparameters: those of the loss.
@@ -107,7 +108,7 @@ def completion_advantages(
     batch: RolloutBatch[Group], *, advantage: str, part_weights: Sequence[float] = ()
 ) -> np.ndarray:
     """Advantages f32[P, G] of the rewards of P groups of G completions, by the name `advantage` of `ADVANTAGES`.
-    Completions that training does not use have 0. `part_weights` weigh the parts of the reward."""
+    Completions that are not `Group.counted` have 0. `part_weights` weigh the parts of the reward, for `gdpo`."""
     rewards = np.stack([g.rewards for g in batch.groups])
     trained = np.array(batch.trained, np.int32)
     known = [g.parts for g in batch.groups if g.parts is not None]
@@ -117,7 +118,7 @@ def completion_advantages(
 
 def turn_advantages(batch: RolloutBatch[Group], *, advantage: str, environment_weight: float) -> list[list[np.ndarray]]:
     """Advantages of turns: for each group and completion f32[n], one number for each of its n tokens. `advantage`
-    compares the returns to go of turns, see `losses.turn_advantages` and `returns`."""
+    compares the returns to go of turns, see `losses.turn_advantages`; `environment_weight` is ω of `returns`."""
     paid = [returns(g, environment_weight) for g in batch.groups]
     of_turns = losses.turn_advantages(advantage, paid, [g.counted for g in batch.groups])
     return [
@@ -129,8 +130,9 @@ def turn_advantages(batch: RolloutBatch[Group], *, advantage: str, environment_w
 def with_kl_baseline(
     advantages: np.ndarray | list[list[np.ndarray]], batch: RolloutBatch[Group], **hyperparameters: Any
 ) -> Mapping[str, np.ndarray | list[list[np.ndarray]]]:
-    """{"advantages": the given ones plus the baseline, "kl_baseline": f32[P, G]}: the leave-one-out baseline of the KL
-    that RPG of completions has, from log π_old − log π_ref of `batch` and the loss's `hyperparameters`."""
+    """{"advantages": the sum of `advantages` and the baseline, "kl_baseline": f32[P, G], the leave-one-out baseline of
+    the KL that RPG of completions has}, from log π_old − log π_ref of `batch` and the loss's `hyperparameters`. Every
+    process must call it. Raises ValueError if the batch has no `behaviour_logprobs` or `ref_logprobs`."""
     log_ratios = [b.known("behaviour_logprobs") - b.known("ref_logprobs") for b in batch.batches]
     sums = np.array([[np.sum(x) for x in own] for own in batch.of_sampled(log_ratios)], np.float32)
     baseline = np.asarray(losses.kl_baseline(jnp.asarray(sums), counted=counted_of(batch), **hyperparameters))
@@ -141,7 +143,7 @@ def with_kl_baseline(
 
 
 def counted_of(batch: RolloutBatch[Group]) -> jax.Array | None:
-    """bool[P, G], the completions that training uses (see `Group.counted`); None if training uses all of them."""
+    """bool[P, G], the completions that are `Group.counted`; None if all are."""
     counted = np.stack([g.counted for g in batch.groups])
     return None if counted.all() else jnp.asarray(counted)
 
@@ -160,12 +162,11 @@ class Objective:
       loss: the loss of the log-probs.
       mean: aggregates the bonus and the value loss in the way in which the loss aggregates its tokens.
       entropy_coef: weight of the entropy bonus; at 0 the bonus is not computed.
-      on_policy: π_old is the policy in training, see `loop.Algorithm`. Then the log-probs of the update are also
-        log π_old, without a gradient. The metrics of the update have the entropy and the sampler's gap.
       critic: the learned baseline, or None.
+      on_policy: π_old is the policy in training, see `loop.Algorithm`. Then the log-probs of the update are also log
+        π_old, without a gradient. The metrics of the update have the entropy and the sampler's gap.
 
-    Raises:
-      ValueError: an entropy bonus or a critic without `mean`.
+    Raises ValueError for an entropy bonus or a critic without `mean`.
     """
 
     loss: LossFn
@@ -186,13 +187,11 @@ CREDITS = ("completion", "turn")
 
 
 def returns(group: Group, environment_weight: float) -> list[np.ndarray]:
-    """The returns to go of each completion's k turns, f32[k]: R_t = R − ω Σ_{j<t} r_j.
+    """The returns to go of each completion's k turns, f32[k]: R_t = R − ω Σ_{j<t} r_j. Without an environment k is 1.
 
-    R is the completion's reward, so R_1 = R. The last turn gets the rest of R beyond the environment's rewards: the
-    other parts of the reward, and its shaping.
-
-    Args:
-      environment_weight: ω, the weight of the environment's part in the reward.
+    R is the completion's reward, so R_1 = R. r_j is the environment's reward of turn j, and ω = `environment_weight` is
+    the weight of the environment's part in the reward. The last turn gets the rest of R beyond the environment's
+    rewards: the other parts of the reward, and its shaping.
     """
     found = []
     for completion, reward in zip(group.completions, group.rewards, strict=True):
@@ -205,9 +204,9 @@ def returns(group: Group, environment_weight: float) -> list[np.ndarray]:
 def token_rewards(groups: Sequence[Group], credit: str, environment_weight: float) -> list[list[np.ndarray]]:
     """The reward of each token, f32[n] for each group and completion, for a learned baseline.
 
-    With credit "completion", the last token that the policy sampled gets the reward of the completion. With credit
-    "turn", the last token of each turn gets the reward of the turn. All other rewards are 0. `environment_weight` is
-    the weight of the environment's part in the reward.
+    With `credit` "completion", the last token that the policy sampled gets the reward of the completion. With "turn",
+    the last sampled token of turn t gets the reward of the turn, R_t − R_{t+1} of `returns`. All other rewards are 0.
+    `environment_weight` is the weight of the environment's part in the reward.
     """
     return [
         [
@@ -219,7 +218,8 @@ def token_rewards(groups: Sequence[Group], credit: str, environment_weight: floa
 
 
 def _at_the_ends(numbers: np.ndarray, sampled: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """f32[n] with R_t − R_{t+1} at the last sampled token of turn t. A single return counts for all turns."""
+    """f32[n] with R_t − R_{t+1} at the last token of turn t that is `sampled`, bool[n]. `numbers` i32[n] has each
+    token's turn, and `own` the R_t; 0 follows the last R_t. A single R_t is that of all turns."""
     paid = np.zeros(len(numbers), np.float32)
     for turn, (now, later) in enumerate(zip(own, [*own[1:], np.float32(0)], strict=True)):
         last = np.flatnonzero(sampled & ((numbers == turn) | (len(own) == 1)))[-1]

@@ -36,7 +36,7 @@ class Optimizer(NamedTuple):
       update: (grads, opt_state, params) -> (updates, opt_state), after the caller has clipped the gradients.
       evaluation_params: (opt_state, params) -> the weights to evaluate. These are `params`, except for Schedule-Free:
         it trains and samples with an interpolation y, and is evaluated at an average x.
-      evaluation_slots: the entries of the state that `evaluation_params` reads.
+      evaluation_slots: the names of the entries of the state that `evaluation_params` reads; () where it reads none.
       max_grad_norm: the global norm to which the caller clips gradients.
       learning_rate: update u = 0, 1, … -> the learning rate.
     """
@@ -72,19 +72,21 @@ def make_optimizer(
     decoupled weight decay, and schedule_free_adamw (Defazio et al., arXiv:2405.15682). Optimizers that read a whole
     matrix, as adafactor, lamb and muon do, are not among them: an update runs on a layer's shards, element by element.
 
-    The learning rate rises over the warm-up. A warm-up of N steps is a stair: all updates of step
-    s = 0, 1, … have s/N of the rate, so step 0 has rate 0 (complex-reasoning/RPG at ec8e30b,
-    verl/workers/fsdp_workers.py: `lr_scheduler.step()` once a rollout batch). A warm-up of N updates is a slope: update
-    u = 1, 2, … has u/N of the rate. Then the rate is constant, or falls from update to update to `final_rate` of it at
-    `decay_until`, on a line or on half a cosine.
+    The learning rate rises over the warm-up. A warm-up of N steps is a stair: all updates of step s = 0, 1, … have s/N
+    of the rate, so step 0 has rate 0 (complex-reasoning/RPG at ec8e30b, verl/workers/fsdp_workers.py:
+    `lr_scheduler.step()` once a rollout batch). A warm-up of N updates is a slope: update u = 1, 2, … has u/N of the
+    rate. Then the rate is constant, or falls from update to update to `final_rate` of it at `decay_until`, on a line or
+    on half a cosine.
 
     Args:
       warmup: N, in steps or in updates.
       updates_per_step: the updates of a step, for counts in steps. An update that is skipped does not count.
       decayed: the weights that weight decay shrinks: all, or matrices only (not norms, not biases).
+      schedule: a name of `SCHEDULES`: constant, linear (the line) or cosine.
       decay_until: the length of the schedule, warm-up included; a constant schedule does not read it.
 
-    Raises ValueError if the schedule ends before the warm-up, or Schedule-Free cannot compute its average.
+    Raises ValueError if the schedule does not end after the warm-up, or Schedule-Free has another `schedule` than
+    constant, other `decayed` than all, or a b1 below 0.1. Raises KeyError for an unknown name.
     """
     if name == SCHEDULE_FREE and (schedule, decayed) != ("constant", "all"):
         raise ValueError(f"{name} takes optimizer.schedule=constant and optimizer.decayed=all: it averages instead")
@@ -122,9 +124,8 @@ def _schedule_free(
 
     c_u = m_u² / Σ_{i ≤ u} m_i²,   z ← z − γ_u d,   x ← (1 − c_u) x + c_u z,   y ← (1 − b1) z + b1 x
 
-    d is Adam's direction at y, with weight decay. Source: facebookresearch/schedule_free, `adamw_schedulefree.py`.
-
-    Only y and z are stored, and x = (y − (1 − b1) z) / b1 has 1/b1 of their rounding error.
+    d is Adam's direction at y, with weight decay. Source: facebookresearch/schedule_free, `adamw_schedulefree.py`. Only
+    y and z are stored, and x = (y − (1 − b1) z) / b1 has 1/b1 of their rounding error. Raises ValueError if b1 < 0.1.
     """
     if b1 < _LEAST_B1:
         raise ValueError(
@@ -143,12 +144,13 @@ def _schedule_free(
 
 
 def _stair(learning_rate: float, steps: int, updates_per_step: int) -> optax.Schedule:
-    """The learning rate of update 0, 1, …: s/steps of the full rate in step s, the full rate after `steps` steps."""
+    """The schedule whose rate is s/steps of `learning_rate` in step s = 0, 1, … below `steps`, then `learning_rate`."""
     return lambda update: learning_rate * jnp.minimum(1.0, (update // updates_per_step) / steps)
 
 
 def _falling(rate: optax.ScalarOrSchedule, schedule: str, warm: int, last: int, final: float) -> optax.Schedule:
-    """`rate` times a factor: 1 up to update `warm`, falling to `final` at update `last`, and `final` after `last`."""
+    """`rate` times a factor: 1 up to update `warm`, falling by `schedule` ("linear" or "cosine") to `final` at update
+    `last`, and `final` after `last`. Raises ValueError unless `last` is after `warm`."""
     if last <= warm:
         raise ValueError(
             f"optimizer.decay_until: update {last} is inside the warm-up of {warm} updates; make the schedule longer"
@@ -194,7 +196,8 @@ def apply_update(
 
 
 def _by_layer(updated: Update, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
-    """`updated` of trees with stacked layers, one layer after another."""
+    """Calls `updated` with one layer of the stacks after another, then with the rest; returns (weights, optimizer
+    state)."""
     treedef: Any
     leaves, treedef = jax.tree.flatten(opt_state, is_leaf=_is_stacked)
     slots = [leaf[_STACK] for leaf in leaves if _is_stacked(leaf)]

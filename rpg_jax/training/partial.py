@@ -2,8 +2,8 @@
 
 So no step waits for its longest completion. A completion of at most M tokens has K = ceil(M / S) parts. The groups that
 step s trains begin in step s - K + 1, and each step until s draws one part of each. The first step of a run draws all
-parts of its own groups, and the first parts of the groups of the K - 1 steps after it. Nothing begins for steps beyond
-the last one, so a run that is made longer later differs from a run that was long from the start.
+parts of its own groups, and the first K - j parts of the groups of the j-th step after it, j < K. Nothing begins for
+steps beyond the last one, so a run that is made longer later differs from a run that was long from the start.
 
 Nothing that is drawn decides which step trains a group. Other systems train the groups that are complete first, and so
 favour short completions.
@@ -50,9 +50,9 @@ class PartialCollector(Collector):
       collect, take_errors, rollout, stream: as in `Collector`.
       generator: draws the parts.
       prompts_per_step: groups that a step trains.
-      dynamic: dynamic sampling, or None; surplus groups are dropped.
+      dynamic: dynamic sampling, whose `surplus` must be "drop"; or None.
       max_tokens: M, the most tokens of a completion.
-      part_tokens: S, the most tokens of a completion in a step.
+      part_tokens: S, the most tokens of a completion in a step after the first step of a run.
       steps: the number of steps of the run; nothing begins for later steps.
     """
 
@@ -69,10 +69,10 @@ class PartialCollector(Collector):
         self._batches: dict[int, _Batch] = {}  # by the step that trains them
 
     def take(self, step: int, params: Any, version: int) -> Sampled:
-        """Draws a part of every group that has begun, and returns the groups of `step` (from 0), complete then.
-
-        `version` is the trainer's number of updates; `params` is not read: `publish` has brought the weights.
-        """
+        """Begins the groups of steps up to `step` + K - 1, draws a part of every group that has begun, and returns the
+        groups of `step`, complete then. Called once a step, in order; `step` counts from 0. `version` is the trainer's
+        number of updates; `params` is not read: `publish` has brought the weights. Raises the errors of `collect` and
+        the rollout."""
         due = range(step, min(step + self._parts, self.steps))
         for number in due:
             if number not in self._batches:
@@ -89,13 +89,15 @@ class PartialCollector(Collector):
         return super().record() | {"partial": kept}
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Goes back to the state that `record` returned. Raises ValueError if a collector sampling ahead wrote it."""
+        """Goes back to the state that `record` returned. Raises ValueError if a collector that samples ahead wrote it,
+        or if it is of another stream (`PromptStream.restore`)."""
         super().restore(record)
         batches = record["partial"].items()
         self._batches = {int(number): _Batch(decode_groups(own["groups"]), own["draws"]) for number, own in batches}
 
     def _next_batch(self) -> _Batch:
-        """The next problems. With dynamic sampling a problem is in a batch once; without, its n-th group is draw n."""
+        """The next problems, without completions. With dynamic sampling a problem is in a batch once; without dynamic
+        sampling its n-th group is draw n - 1."""
         count, dynamic = self.prompts_per_step, self.dynamic
         if dynamic is not None:
             count = dynamic.batch_size(count, missing=count, share=self.share)

@@ -22,7 +22,7 @@ def policy_logprobs(
     """Log-probabilities, in nats, of the completion tokens of `rows` at the sampling temperature.
 
     Returns:
-      logprobs: f32[B, C], differentiable in `params`; entries outside `rows.mask` mean nothing.
+      logprobs: f32[B, C], differentiable in `params`; entries where `rows.completion_ids` is 0 mean nothing.
       entropy: f32[B, C] of the full next-token distribution, in nats.
       experts: [B, C, L, k], unsigned integers: the k experts of each layer for the position that predicts the token.
         None for a model without experts.
@@ -37,10 +37,8 @@ def policy_logprobs(
 
 
 def completion_hidden(model: Any, rows: Rows) -> jax.Array:
-    """Hidden states [B, C, D] that predict the completion tokens; finite outside `rows.mask`.
-
-    A NaN outside the mask would reach the gradient of the whole head, as 0 · NaN.
-    """
+    """Hidden states [B, C, D] of the policy `model` that predict the completion tokens; finite outside `rows.mask`,
+    where 0 replaces other numbers: a NaN there would reach the gradient of the whole head, as 0 · NaN."""
     return _predictors(model(rows.tokens, rows.positions, rows.segment_ids, experts=rows.experts), rows)
 
 
@@ -53,9 +51,9 @@ def head_arguments(
     model: Any, hidden: jax.Array, rows: Rows
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], dict[str, Any]]:
     """The arguments of `losses.token_logprobs` and `token_divergences`: (`hidden`, the head [V, E], targets [B, C]),
-    and the keywords `cut` (mesh axes), `used` (i32[], columns; None: all) and `chunk_size` (positions at a time).
+    and the keywords `cut` (mesh axes), `used` (i32[], leading columns; None: all) and `chunk_size` (columns at a time).
 
-    `hidden` [B, C, E] are the policy's hidden states that predict the completion tokens.
+    `hidden` [B, C, E] are the states of the policy `model` that predict the completion tokens.
 
     The head skips the columns after the last completion of the fullest row: shared prompts leave a row fewer completion
     tokens than its length. On TPUs the head takes all columns, so that the compiler knows the cost of its loop.
@@ -72,7 +70,8 @@ def head_arguments(
 
 
 def _cut(rows: int, positions: int) -> losses.Cut | None:
-    """The mesh axes of rows, completion positions and head, by the rules in force; None if nothing is sharded."""
+    """The mesh axes of B = `rows`, C = `positions` and the head, by the rules in force; None if nothing is sharded.
+    Axes that do not divide `rows` or `positions` do not shard them."""
     mesh = jax.sharding.get_abstract_mesh()
 
     def axes(name: str, size: int) -> tuple[str, ...]:

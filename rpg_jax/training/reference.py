@@ -114,9 +114,9 @@ def make_rule(rule: str, **numbers: Any) -> Rule:
 
 
 class Taught(NamedTuple):
-    """A teacher: weights on devices or in host memory, and the `step.Programs` that read them; or servers of it.
-    `scores` asks the servers: groups in, log-probs f32[n] of each completion of each group out. Then `params` and
-    `programs` are None."""
+    """A teacher: its weights `params`, on devices or in host memory, and the `step.Programs` that read them; or servers
+    of it. `scores` asks the servers: groups in, log-probs f32[n] of each completion of each group out. Then `params`
+    and `programs` are None."""
 
     params: Any = None
     programs: Any = None
@@ -134,8 +134,8 @@ class Reference:
     Attributes:
       programs: the programs that read a teacher's weights; None without a teacher, or if servers have it.
       scores: asks the servers of a teacher, see `Taught`; None without such servers.
-      number: the number of updates that made the reference's weights.
-      updates: the number of updates that made the policy's weights.
+      number: the value of `updates` when the policy last became the reference. 0 if `is_behaviour`.
+      updates: the number of updates so far. Skipped updates count, and so do the updates of a run's parent.
       kl_average: moving average of the token KL since the reference moved, not bias-corrected.
     """
 
@@ -172,14 +172,15 @@ class Reference:
         return self._rule.is_behaviour or (self._teacher is None and self.number == self.updates)
 
     def before_updates(self, params: Any, step: int, count: int) -> None:
-        """Writes a snapshot of `params`, which a step's `count` updates are about to change, if it will be read."""
+        """Notes when the `count` updates of step `step` (from 1) move the reference. Writes a snapshot of `params`,
+        which these updates are about to change, if it will be read."""
         self._step_end = self.updates + count
         self._next_move = self._rule.last_move(step, self.updates, self._step_end) or 0
         if self._unwritten and not self._next_move:
             self._write(params)
 
     def after_update(self, params: Any) -> None:
-        """Counts an update. Moves the reference to `params` if the step's last move is due."""
+        """Counts an update, skipped or not. Moves the reference to `params` if the step's last move is due."""
         self.updates += 1
         if self.updates == self._next_move:
             self._move()
@@ -187,7 +188,8 @@ class Reference:
                 self._write(params)
 
     def after_step(self, token_kls: Sequence[float]) -> None:
-        """Adds each update's mean token KL (nats) to the average; moves the reference to the present policy if due."""
+        """If the rule reads the average, adds each update's mean token KL (nats) to it, and moves the reference to the
+        present policy if any of these updates makes the move due."""
         decay, moves = self._rule.kl_decay, False
         for kl in token_kls if self._rule.watches_kl else ():
             self.kl_average = decay * self.kl_average + (1 - decay) * float(kl)
@@ -197,7 +199,8 @@ class Reference:
             self._move()
 
     def params(self) -> Any:
-        """The reference's weights on devices: a teacher's, or from the snapshot; ValueError if that is damaged."""
+        """The reference's weights on devices: a teacher's, or from the snapshot, which a reference that `coincides` may
+        lack. Raises ValueError if the snapshot is damaged or missing, StorageFailure if it cannot be read."""
         if self._teacher is not None:
             return in_device_memory(self._teacher.params)
         if self._restored and self._restored[0] == self.number:
@@ -205,7 +208,7 @@ class Reference:
         return self._read(self.number)
 
     def _read(self, number: int) -> Any:
-        """The weights of a snapshot; keeps a copy in `memory`."""
+        """The weights of snapshot `number`; keeps a copy in `memory`."""
         params, self._restored = self._snapshots.restore(number, self._like), None
         if self._memory == "host":
             self._restored = number, jax.device_put(params, jax.tree.map(lambda x: in_host_memory(x.sharding), params))
@@ -242,8 +245,8 @@ class Reference:
         self.number = 0 if self._rule.is_behaviour else updates
 
     def take_over(self, state: Mapping[str, Any], read: Callable[[int, Any], Any]) -> None:
-        """Takes over the reference of another run, whose `commit` returned `state`. `read(number, like)` returns the
-        weights of a snapshot of that run, laid out as `like`."""
+        """Takes over the reference of another run, whose `commit` returned `state`, with its snapshot if there is one.
+        `read(number, like)` returns the weights of a snapshot of that run, laid out as `like`."""
         self.restore(state)
         if self._stores and not self._unwritten:
             self._write(read(self.number, self._like))

@@ -32,7 +32,7 @@ class TrainState:
 
     @property
     def weights(self) -> tuple[Any, Any]:
-        """Everything that has a gradient: the policy's and the critic's parameters (or None)."""
+        """Everything that has a gradient: (the policy's parameters, the critic's parameters or None)."""
         return self.params, None if self.critic is None else self.critic.params
 
 
@@ -47,12 +47,13 @@ def in_device_memory(tree: Any) -> Any:
 
 
 def abstract(tree: Any, shardings: Any) -> Any:
-    """Shapes, dtypes and shardings of `tree`. A checkpoint is restored into them."""
+    """`ShapeDtypeStruct`s of the arrays of `tree`, with `shardings`. A checkpoint is restored into them."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
 def for_evaluation(like: TrainState, optimizer: Optimizer) -> TrainState:
-    """An `abstract` state without the leaves that `evaluation_params` does not read, which stay on disk: `LEFT_OUT`."""
+    """`like`, an `abstract` state, with `LEFT_OUT` for the critic and for slots of the optimizer that
+    `evaluation_params` does not read: a restore leaves them on disk."""
 
     def slot(path: tuple[Any, ...], leaf: Any) -> Any:
         return leaf if jax.tree_util.keystr(path[:1], simple=True) in optimizer.evaluation_slots else LEFT_OUT
@@ -62,9 +63,9 @@ def for_evaluation(like: TrainState, optimizer: Optimizer) -> TrainState:
 
 
 def create_state(params: Any, optimizer: Optimizer, where: TrainState, critic: Critic | None = None) -> TrainState:
-    """Returns the state before the first update, laid out as `where` (see `state_shardings`). Every leaf is a fresh
-    buffer. Slots that start as a copy of a parameter would otherwise alias it, and an aliased buffer cannot be donated
-    twice."""
+    """Returns the state before the first update, laid out as `where`, a state of shardings (see `state_shardings`).
+    Every leaf is a fresh buffer. Slots that start as a copy of a parameter would otherwise alias it, and an aliased
+    buffer cannot be donated twice."""
     return jax.jit(_first_state, static_argnums=(1, 2), out_shardings=where)(params, optimizer, critic)
 
 
@@ -90,8 +91,8 @@ def state_shardings(
     offload: bool = False,
 ) -> TrainState:
     """Returns the sharding of every leaf of the state, as a `TrainState`. A slot of a parameter's shape has the
-    parameter's shards; with `offload`, in the memory of each device's host. Counts and other slots are `replicated`.
-    `params` are arrays or shapes."""
+    parameter's shards; with `offload`, in the memory of each device's host. Counts and other slots are `replicated`,
+    and so is the critic's head; its trunk has the policy's shards. `params` are the policy's arrays or shapes."""
 
     def slots(optimizer: Optimizer, params: Any, param_shardings: Any) -> Any:
         return optax.tree.map_params(

@@ -135,7 +135,8 @@ class Programs(NamedTuple):
         anchor: Anchor | None = None,
         rehearsed: Rehearsed | None = None,
     ) -> tuple[TrainState, Metrics]:
-        """One optimizer update from all rows of `micro_batches`; `state` is donated. Each launch is a heartbeat.
+        """One optimizer update from all rows of `micro_batches`; `state` is donated. Each micro-batch after the first
+        is a heartbeat.
 
         The micro-batches have one shape. The hidden states of an `anchor` are computed for one micro-batch after
         another; without it the batches hold what the loss reads. Returns the state and metrics, name -> (sum, weight),
@@ -322,8 +323,9 @@ def apply_gradients(
     optimizer: Optimizer, state: TrainState, sums: Sums, critic: Critic | None = None
 ) -> tuple[TrainState, Metrics]:
     """The update with gradient Σ grads / Σ weight; policy and critic are each clipped by their own global norm. Where
-    the loss or a norm is not finite, the state stays as it is and the update is counted as skipped. Returns the metrics
-    of `sums` too, with `grad_norm` before the clip, `nonfinite_updates` (0 or 1) and others as (sum, weight)."""
+    the loss or a norm is not finite, weights and slots stay as they are and `skipped` counts the update. Returns the
+    state, and the metrics of `sums` with `grad_norm` before the clip, `nonfinite_updates` (0 or 1) and others as (sum,
+    weight)."""
     total, weight = sums.metrics["loss"]
     weight = jnp.maximum(weight, 1e-9)
     norms = [optax.tree.norm(optax.tree.cast(grads, jnp.float32)) / weight for grads in sums.grads if grads is not None]
