@@ -1,11 +1,11 @@
 """Checkpoints of a run, and snapshots of weights: Orbax writes them, and they are verified when they are read.
 
 On disk, checkpoints/STEP/state holds the arrays and a checksum of each. checkpoints/STEP/record holds everything else
-under a digest, and commit_success.txt is written last. A damaged checkpoint is refused with a reason and moved to
-checkpoints/refused, never deleted, and the checkpoint before it is used.
+under a digest, and commit_success.txt is written last. A damaged checkpoint is refused with a reason, and the
+checkpoint before it is used. Then the damaged checkpoint is moved to checkpoints/refused, never deleted.
 
-On disk, FOLDER/NUMBER holds a snapshot: weights with their checksums, and commit_success.txt. The reference policy,
-warm starts and frozen weights are kept as snapshots.
+On disk, FOLDER/NUMBER holds a snapshot: weights with their checksums, and commit_success.txt. The reference policy, the
+initial policy, warm starts and frozen weights are kept as snapshots.
 """
 
 import functools
@@ -70,22 +70,20 @@ class Checkpoints:
             _say(f"{path} is half-written: it is not used, and is deleted once there is a newer checkpoint")
 
     def latest_step(self) -> int | None:
-        """The newest step of a checkpoint on disk, damaged or not; None if there is none. A save that has not
+        """Returns the newest step of a checkpoint on disk, damaged or not; None if there is none. A save that has not
         ended does not count, though Orbax counts it. Raises StorageFailure if storage does not answer."""
         last = "commit_success.txt" if storage.in_bucket(self._directory) else ""  # what the end of a save makes
         paths = {step: self._directory / str(step) / last for step in reversed(self.steps())}
         return errors.retried(lambda: next((n for n, path in paths.items() if path.exists()), None), self._directory)
 
     def steps(self) -> list[int]:
-        """The step of every checkpoint that is still kept, damaged or not, oldest first; [] if there is none."""
+        """The step of every checkpoint that is kept or under way, damaged or not, oldest first; [] if there is none."""
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Tree, record: Mapping[str, Any]) -> None:
-        """Starts writing `state` and the JSON-able `record` under `step`; waits for the previous save first.
-
-        If storage failed transiently in the previous save, its state is gone: a line says so, and this save replaces
-        it. Any other failure of the previous save or of this one raises StorageFailure.
-        """
+        """Starts writing `state` and the JSON-able `record` under `step`; waits for the previous save first. If storage
+        failed transiently in the previous save, its state is gone: a line says so, and this save replaces it. Any other
+        failure of the previous save or of this one raises StorageFailure."""
         try:
             self.wait()
         except StorageFailure as error:
@@ -99,7 +97,7 @@ class Checkpoints:
         self._last = step, state, envelope
 
     def _write(self, step: int, state: Tree, envelope: dict[str, Any]) -> None:
-        """Starts a save. After a transient error, deletes the remains of the failed save and starts the save again."""
+        """Starts a save. With one process, a transient error deletes the save's remains and starts the save again."""
 
         def write() -> None:
             self._drop(step)
@@ -120,7 +118,7 @@ class Checkpoints:
             self._manager.reload()
 
     def record(self, step: int) -> dict[str, Any]:
-        """The JSON record that `save` received for `step`, without reading its arrays. Waits for the last save.
+        """Returns the JSON record that `save` received for `step`, without reading its arrays. Waits for the last save.
 
         Raises:
           Damaged: the record is damaged, incomplete or missing.
@@ -142,7 +140,7 @@ class Checkpoints:
         """The state of `step`, laid out as the `ShapeDtypeStruct`s of `like`, on any mesh. Waits for the last save.
 
         Raises:
-          Damaged: the state is damaged or missing; the message names the arrays.
+          Damaged: the state is damaged or missing; the message names arrays with other bits.
           Refused: the state has other arrays than `like`.
           StorageFailure: the state could not be read, after retries, or the last save failed.
         """
@@ -152,7 +150,7 @@ class Checkpoints:
     def restore_last(
         self, like: Tree, accept: Callable[[dict[str, Any]], None] = lambda record: None
     ) -> tuple[int, Tree, dict[str, Any]] | None:
-        """(step, state, record) of the newest checkpoint that can be trusted; None if there is no checkpoint.
+        """Returns (step, state, record) of the newest checkpoint that can be trusted; None if there is no checkpoint.
 
         A newer checkpoint that is damaged is named on stderr and moved to `refused`. The state is laid out as the
         `ShapeDtypeStruct`s of `like`. `accept(record)` raises Damaged if the record needs another file that is damaged.
@@ -160,7 +158,7 @@ class Checkpoints:
         Raises:
           Refused: the newest undamaged checkpoint is of another run, or has other arrays than `like`.
           StorageFailure: storage failed, after retries.
-          ValueError: all checkpoints are damaged. After any of these errors, all checkpoints stay where they are.
+          ValueError: all checkpoints are damaged. After a Refused or this ValueError, all stay where they are.
         """
         refused: list[tuple[int, str]] = []
         for step in json.loads(hosts.all_gather_bytes(json.dumps(self.steps()[::-1]).encode())[0]):
@@ -186,9 +184,7 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Returns once the last save is on disk. A save that failed transiently is repeated if its arrays still exist.
-
-        Raises StorageFailure if the checkpoint could not be written.
-        """
+        Raises StorageFailure if the checkpoint could not be written."""
         where, last, self._last = self._newest(), self._last, None
         try:
             errors.written(self._manager.wait_until_finished, where, alone=False)
@@ -205,7 +201,7 @@ class Checkpoints:
         errors.written(self._manager.close, self._newest(), alone=False)
 
     def _newest(self) -> Path:
-        """The folder of the last save; the folder of all checkpoints if this process has saved none."""
+        """Returns the folder of the last save; the folder of all checkpoints if this process has saved none."""
         return self._directory / str(self._last[0] if self._last else "")
 
     def _clean_up(self) -> None:
@@ -245,8 +241,7 @@ class Snapshots:
 
     def save(self, number: int, params: Tree) -> None:
         """Starts writing `params` as snapshot `number`, in place of an earlier one; `wait` returns when it is on disk.
-
-        Waits for the previous save first. Raises StorageFailure if that one failed, or this one cannot start.
+        First waits for the previous save. Raises StorageFailure if the previous save failed, or this one cannot start.
         """
         path = self._path(number)
 
@@ -258,7 +253,7 @@ class Snapshots:
         errors.written(write, path, alone=jax.process_count() == 1)
 
     def restore(self, number: int, like: Tree) -> Tree:
-        """The weights of snapshot `number`, laid out as the `ShapeDtypeStruct`s of `like`, on any mesh.
+        """Returns the weights of snapshot `number`, laid out as the `ShapeDtypeStruct`s of `like`, on any mesh.
 
         Raises:
           Damaged: the snapshot is missing or damaged.
@@ -303,11 +298,9 @@ class Snapshots:
 
 
 def read_record(path: epath.Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(identity, record) of the checkpoint at `path`, whichever run it is of, as dicts of JSON.
-
-    The identity has the config fields that decide the numbers of the run, the record what a resume needs beside arrays.
-    Raises Damaged if they are damaged or incomplete, Refused if of another format, StorageFailure if storage fails.
-    """
+    """Returns (identity, record) of the checkpoint at `path`, whichever run it is of, as dicts of JSON. The identity
+    has the config fields that decide the numbers of the run, the record what a resume needs beside arrays. Raises
+    Damaged if they are damaged or incomplete, Refused if of another format, StorageFailure if storage fails."""
     if not errors.retried(lambda: _is_committed(path), path):
         raise Damaged(path, "it is half-written: commit_success.txt is missing")
     with integrity.judged(path / "record"):
@@ -319,7 +312,7 @@ def read_record(path: epath.Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def committed_steps(directory: Path | epath.Path) -> list[int]:
-    """Steps of the complete checkpoints in `directory`, oldest first; [] if it is missing. A run may write there."""
+    """Steps of the complete checkpoints in `directory`, oldest first; [] without the folder. A run may write there."""
     there = directory.iterdir() if directory.exists() else ()
     return sorted(int(path.name) for path in there if path.name.isdigit() and _is_committed(path))
 

@@ -25,9 +25,9 @@ class Kind(enum.Enum):
     """What an error of storage means, and what follows.
 
     Attributes:
-      TRANSIENT: the store did not answer, or asked to be asked again (HTTP 401, 408, 429 and 5xx; a reset; a timeout).
-        `retried` asks again. Then the run ends with exit code 1, and a supervisor starts it again. Tokens are renewed,
-        hence 401.
+      TRANSIENT: the store did not answer, or asked to be asked again (HTTP 401, 408, 425, 429 and 5xx; a reset; a
+        timeout). `retried` asks again. Then the run ends with exit code 1, and a supervisor starts it again. Tokens are
+        renewed, hence 401.
       DAMAGE: the store did answer, and a file is gone, or its bytes differ from the bytes that were written. Only then
         may an older checkpoint be used.
       PERMANENT: the store says no (HTTP 403, a missing bucket, a full or read-only disk). The call is not repeated, and
@@ -42,10 +42,8 @@ class Kind(enum.Enum):
 
 
 class StorageFailure(OSError):
-    """Storage could not be read or written. No file was moved or deleted.
-
-    `what` is the path, or what was tried; `reason` is the error in one line. The message says both, and what to do now.
-    """
+    """Storage could not be read or written. `what` is the path, or what was tried; `reason` is the error in one line;
+    `kind` is the kind of the error. The message says `what` and `reason`, and what to do now."""
 
     def __init__(self, what: str, reason: str, kind: Kind):
         super().__init__(f"{what}: {reason}{_FIX[kind]}")
@@ -98,10 +96,8 @@ def failure(what: object, error: BaseException) -> StorageFailure:
 
 
 def one_line(error: BaseException) -> str:
-    """An error, or the cause that decided its kind, as "TYPE: TEXT" in one line, without the specs of TensorStore.
-
-    A long text keeps its beginning, which names the array, and its end, which names the reason.
-    """
+    """Returns an error, or the cause that decided its kind, as "TYPE: TEXT" in one line, without the specs of
+    TensorStore. A long text keeps its beginning, which names the array, and its end, which names the reason."""
     kind = kind_of(error)
     told = next((one for one in chain(error) if _own_kind(one) is kind), error)
     specs = r"\s*\[(tensorstore_spec|http_response_body|source locations|os_error_code)=.*"
@@ -111,11 +107,9 @@ def one_line(error: BaseException) -> str:
 
 
 def retried(call: Callable[[], T], what: object) -> T:
-    """The result of `call`, repeated after transient errors: up to three times, after 1, 4 and 15 s; stderr says so.
-
-    A try may be cut short, so `call` must bear repetition. Raises StorageFailure, which names `what` it reads, if every
-    try failed transiently, or one failed permanently. Other errors are not changed.
-    """
+    """The result of `call`, repeated after transient errors: up to three times, after about 1, 4 and 15 s; stderr says
+    so. A try may be cut short, so `call` must bear repetition. Raises StorageFailure, which names `what` (the path that
+    is read or written), if every try failed transiently, or one failed permanently. Other errors are not changed."""
     for number in range(len(PAUSES) + 1):
         try:
             return call()
@@ -145,9 +139,7 @@ def named(what: object) -> Iterator[None]:
 
 def written(write: Callable[[], object], path: object, *, alone: bool) -> None:
     """Calls `write`, repeated after transient errors if this process is `alone`: several hosts meet at its barriers.
-
-    Raises StorageFailure, which names `path`, for every error.
-    """
+    Raises StorageFailure, which names `path`, for every error."""
     what = f"{path} could not be written"
     with named(what):
         if alone:
@@ -162,7 +154,7 @@ def say(message: str) -> None:
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, its cause or else its context, the cause of that, and so on; each once."""
+    """Yields the error, its cause or else its context, the cause of that, and so on; each once."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -171,7 +163,7 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _own_kind(error: BaseException) -> Kind:
-    """The kind of an error by itself, whatever its causes are."""
+    """Returns the kind of an error by itself, whatever its causes are."""
     if isinstance(error, StorageFailure):
         return error.kind
     text, names = str(error), {kind.__name__ for kind in type(error).__mro__}

@@ -32,9 +32,7 @@ _COPY_SECONDS = 30.0
 
 def absolute(address: str | Path | epath.Path) -> epath.Path:
     """The absolute path of a local address, with links followed, or gs://BUCKET/FOLDER as a path. It need not exist.
-
-    Raises ValueError if the address has another form, as s3://…, or a package that buckets need is not installed.
-    """
+    Raises ValueError if the address has another form, as s3://…, or a package that buckets need is not installed."""
     text = str(address)
     if not re.match(r"[A-Za-z][\w+.-]*:/", text):
         return epath.Path(os.path.realpath(address))  # epath's own `resolve` follows no links
@@ -51,7 +49,7 @@ def absolute(address: str | Path | epath.Path) -> epath.Path:
 
 
 def in_bucket(path: str | epath.Path) -> bool:
-    """Whether `path` is an address in a bucket, which begins with gs://."""
+    """Returns whether `path` is an address in a bucket, which begins with gs://."""
     return str(path).startswith("gs://")
 
 
@@ -63,15 +61,15 @@ def local(address: str | Path) -> Path:
 
 
 def cache_folder() -> Path:
-    """This user's folder for copies of remote files: $XDG_CACHE_HOME/rpg_jax or ~/.cache/rpg_jax. It may be missing."""
+    """Returns this user's folder for copies of remote files: $XDG_CACHE_HOME/rpg_jax or ~/.cache/rpg_jax. The folder
+    may be missing. Raises RuntimeError if the user has no home folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rpg_jax"
 
 
 def secret() -> bytes:
-    """32 random bytes of this user on this host, the same in every process: the first call writes them into a file.
-
-    Only the user can read the file. Returns b"" if the user has no home folder, or the file cannot be written or read.
-    """
+    """Returns 32 random bytes of this user on this host, the same in every process: the first call writes them into a
+    file. Only the user can read the file. Returns b"" if the user has no home folder, or the file cannot be written or
+    read."""
     with contextlib.suppress(OSError, RuntimeError):
         (file := cache_folder() / "secret").parent.mkdir(parents=True, exist_ok=True)
         if not file.exists():
@@ -87,13 +85,13 @@ def local_copy(address: str, patterns: Sequence[str]) -> Path:
     a file that was deleted in the bucket stays. One process of a host copies at a time; others wait.
 
     Args:
-      address: gs://BUCKET/FOLDER.
+      address: gs://BUCKET/FOLDER; never a local path.
       patterns: which files, as "*.safetensors"; one pattern that matches the name is enough. No subfolder's name may
         match.
 
     Raises:
-      ValueError: the address has another form, a package that buckets need is not installed, there is no such folder,
-        or no file in it matches.
+      ValueError: the address is of another scheme, a package that buckets need is not installed, there is no such
+        folder, or no file in it matches.
       StorageFailure: the folder cannot be read, after retries, or a copy cannot be written.
     """
     source = absolute(address)
@@ -121,9 +119,8 @@ def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], obj
     """Makes or replaces the file at `path` in one step, so that nobody ever reads half of a file.
 
     A `content` of text is written as UTF-8. A function receives the open binary file and writes to it. A link at `path`
-    is replaced. The file never has more permissions than `mode` and the umask allow.
-
-    Raises ValueError if `path` is a device, a pipe or a folder; OSError if its folder is missing or the disk is full.
+    is replaced. The file never has more permissions than `mode` and the umask allow. Raises ValueError if `path` is a
+    device, a pipe or a folder; OSError if its folder is missing or the disk is full.
     """
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no file, and is not replaced: give another name")
@@ -142,10 +139,8 @@ def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], obj
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The object in a JSON file of at most 64 MiB, as a dict.
-
-    Raises ValueError, which names the file, if the file is larger or holds anything else; OSError if there is no file.
-    """
+    """Returns the object in a JSON file of at most 64 MiB, as a dict. Raises ValueError, which names the file, if the
+    file is larger or holds anything else; OSError if there is no file."""
     try:
         value = json.loads(read_bytes(file))
     except (ValueError, RecursionError) as error:
@@ -169,7 +164,7 @@ def read_if_there(file: Path) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """A copy of `value` in which the texts "inf", "-inf" and "nan" replace these numbers, which JSON cannot write."""
+    """A copy of `value` with texts "inf", "-inf" and "nan" for these numbers, which JSON lacks; tuples become lists."""
     if isinstance(value, Mapping):
         return {name: finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -185,9 +180,7 @@ def to_json(value: Any, **options: Any) -> str:
 @contextlib.contextmanager
 def whole(folder: Path) -> Iterator[Path]:
     """Yields a new folder beside `folder`. It becomes `folder` if the block ends without an error; else it is deleted.
-
-    Makes missing parents. Raises OSError, which names `folder`, if `folder` has files when the block ends.
-    """
+    Makes missing parents. Raises OSError, which names `folder`, if `folder` has files when the block ends."""
     partial = (folder := folder.absolute()).with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a killed process
     try:
@@ -201,10 +194,9 @@ def whole(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Locks a folder for the block, by its inode: another name for the folder (a link, a mount) meets the same lock.
-
-    A file system without locks of folders grants every lock. Raises ValueError at once if the lock is held already.
-    """
+    """Locks a folder for the block, by its inode: another name for the folder (a link, a mount) meets the same lock. A
+    file system without locks of folders grants every lock. Raises ValueError at once if the lock is held already, and
+    FileNotFoundError if there is no folder."""
     number = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -230,14 +222,15 @@ def naming(path: Path) -> Iterator[None]:
 
 
 class Folder:
-    """A run's folder, local or in a bucket; a context that keeps the bucket up to date until the end.
+    """A run's folder, local or in a bucket; a context, entered once, that keeps the bucket up to date until the end.
 
     Raises ValueError if `address` is neither local nor in a bucket, and StorageFailure at the end if a copy fails.
 
     Attributes:
       home: the folder that lasts; weights and the journal are written to it directly.
       files: the local folder of all other files: `home` itself or, for a bucket, a temporary folder that starts empty.
-        Its changes are copied to the bucket every half minute, at `push`, and at the end, when it is deleted.
+        Its changes are copied to the bucket every half minute, at `push`, and at the end. It is then deleted, unless
+        this copy fails.
     """
 
     def __init__(self, address: str | Path):
@@ -269,7 +262,7 @@ class Folder:
             shutil.rmtree(self.files.parent)
 
     def set_aside(self) -> epath.Path:
-        """Moves the run, weights included, to the first free `replaced/NAME-K` beside it (K from 0); returns that."""
+        """Moves the run with its weights to the first free `replaced/NAME-K` beside it, K from 0. Returns its path."""
         aside = self.home.parent / "replaced"
         with self._lock:
             target = next(t for k in itertools.count() if not (t := aside / f"{self.home.name}-{k}").exists())
@@ -281,11 +274,9 @@ class Folder:
         return target
 
     def fetch(self) -> None:
-        """Copies a bucket to `files`, without the subfolders checkpoints, reference, initial, base and journal.
-
-        A local folder is only checked. Raises ValueError if it has a pipe or a device: a process that reads a pipe may
-        wait for ever. Raises StorageFailure if the bucket cannot be read, after retries.
-        """
+        """Copies a bucket to `files`, without the subfolders checkpoints, reference, initial, base and journal. A local
+        folder is only checked. Raises ValueError if it has a pipe or a device: a process that reads a pipe may wait for
+        ever. Raises StorageFailure if the bucket cannot be read, after retries."""
         if not self._remote:
             for path in self.files.rglob("*"):
                 if path.exists() and not (path.is_file() or path.is_dir()):
@@ -299,10 +290,9 @@ class Folder:
                 self._copied[name] = _version(file)
 
     def push(self) -> None:
-        """Makes the bucket equal to `files`, except files whose names begin with a dot; returns when that is done.
-
-        Does nothing for a local folder, or after the context. Raises StorageFailure if the bucket cannot be written.
-        """
+        """Copies new and changed files of `files` to the bucket, and deletes there what was copied and is gone here;
+        returns when that is done. Files whose names begin with a dot are left out. Does nothing for a local folder, or
+        after the context. Raises StorageFailure if the bucket cannot be written."""
         if not self._remote:
             return
         with self._lock:
@@ -326,7 +316,7 @@ class Folder:
             errors.retried(remove if content is None else write, target)
 
     def shown(self, text: str) -> str:
-        """`text` with the path `home` in place of the path `files`, which is temporary for a bucket."""
+        """Returns `text` with the path `home` in place of the path `files`, which is temporary for a bucket."""
         return text.replace(str(self.files), str(self.home)) if self._remote else text
 
     def _copy_now_and_then(self) -> None:
@@ -339,9 +329,7 @@ class Folder:
 
 def move(source: epath.Path, target: epath.Path) -> None:
     """Renames a folder. In a bucket, copies all objects, then deletes the originals, so that a kill loses no object.
-
-    Makes missing parents; nothing may be at `target`. Errors of disk and bucket are raised as they come.
-    """
+    Makes missing parents; nothing may be at `target`. Errors of disk and bucket are raised as they come."""
     if not in_bucket(source):
         target.parent.mkdir(parents=True, exist_ok=True)
         source.rename(target)
@@ -355,7 +343,7 @@ def move(source: epath.Path, target: epath.Path) -> None:
 
 
 def _files(folder: epath.Path, prefix: str = "", skipped: tuple[str, ...] = ()) -> Iterator[tuple[str, epath.Path]]:
-    """(name relative to `folder`, path) of all files below `folder`, without the subfolders `skipped`."""
+    """(`prefix` and the name relative to `folder`, path) of all files below `folder`, without its entries `skipped`."""
     for path in sorted(folder.iterdir()) if folder.exists() else ():
         if path.name in skipped:
             continue

@@ -40,13 +40,13 @@ def signed(tree: Tree) -> dict[str, Tree]:
 
 
 def restored(path: Any, like: Tree) -> Tree:
-    """The tree that was saved as `signed(tree)` at `path`, with its bits checked. Collective.
+    """Returns the tree that was saved as `signed(tree)` at `path`, with its bits checked. Collective.
 
     Orbax's handler is called directly, without a checkpointer of Orbax. A checkpointer ends in a barrier, and hosts
     that have read their shards would wait there for ever for a host that failed.
 
     Args:
-      like: shapes, types and shardings of the arrays to return. A leaf may be `LEFT_OUT`, and stays so.
+      like: shapes, types and shardings of the arrays to return. Leaves may be `LEFT_OUT`, and stay so; one must not be.
 
     Raises:
       Damaged: on any host, the tree is missing or has other bits than were written.
@@ -82,12 +82,12 @@ def differing(restored: Mapping[str, Tree]) -> list[str]:
 
 
 def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
-    """{"value": `value`, "sha256": the digest of its JSON}, which JSON can hold if it can hold `value`."""
+    """Returns {"value": `value`, "sha256": the digest of its JSON}, which JSON can hold if it can hold `value`."""
     return {"sha256": _digest(value), "value": value}
 
 
 def unsealed(path: Any, value: Any) -> dict[str, Any]:
-    """The value in `value`, which `sealed` returned and `path` has kept. Raises Damaged if it has changed."""
+    """The value in `value`, which `sealed` returned and `path` has kept. Raises Damaged if `value` has changed."""
     if not isinstance(value, Mapping) or set(value) != {"sha256", "value"}:
         raise Damaged(path, "it was not written by this version of the program")
     if _digest(value["value"]) != value["sha256"]:
@@ -125,11 +125,9 @@ def by_all(read: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def judged(path: Any) -> Iterator[None]:
-    """Names `path` in errors of the block: damage becomes `Damaged`, a store that does not answer `StorageFailure`.
-
-    A ValueError of no known kind becomes `Refused`: Orbax raises it where a checkpoint has other arrays than were asked
-    for. A `Refused` stays as it is. Every other error becomes a StorageFailure.
-    """
+    """Names `path` in errors of the block: damage becomes `Damaged`, a store that does not answer `StorageFailure`. A
+    ValueError of no known kind becomes `Refused`: Orbax raises it where a checkpoint has other arrays than were asked
+    for. A `Refused` stays as it is. Every other error becomes a StorageFailure."""
     try:
         yield
     except Refused:

@@ -2,8 +2,7 @@
 
 A group depends only on its key: the weights, the seed, the step, the prompt and the sampling parameters. A thread
 appends groups to journal/STEP/ as they are completed. On disk each process appends to one file a step, within
-milliseconds. In a bucket each process writes an object every `_FLUSH_SECONDS`, or earlier if the object would exceed
-`_FLUSH_BYTES`.
+milliseconds. In a bucket each process writes an object every `_FLUSH_SECONDS`, or earlier once `_FLUSH_BYTES` wait.
 
 A journal only saves work. So no fault of the journal stops a run. A damaged record, a file that cannot be read, a key
 with another value: the fault is said on stderr, and the group is sampled again. A write that fails ends the journal of
@@ -17,7 +16,7 @@ A record is a group of completions with the key under which it was sampled:
     text     JSON: key; lengths, finish_reasons and turns of the completions; dtype and shapes of their experts, if any
     arrays   i32[n] tokens, then f32[n] log-probabilities; n tokens in all; then the experts
 
-Records follow each other in a file. A record that is cut short or changed is skipped, and reading goes on at the next
+Records follow each other in a file. A record that is cut short or changed is skipped; reading goes on at the next
 magic.
 """
 
@@ -77,11 +76,10 @@ class Journal:
         self._counting = threading.Lock()
 
     def find(self, keys: Sequence[Key]) -> dict[int, list[Completion]]:
-        """The groups that an earlier process completed, as {index in `keys`: completions}, for the keys that it has.
-
-        Each key has integers `step` (from 0), `prompt_id` and `version`; all keys have the same `step`. A group is
-        found once: another call does not return it. stderr says why others are not used.
-        """
+        """Returns the groups that an earlier process completed, as {index in `keys`: completions}, for the keys that it
+        has. Each key has integers `step` (from 0), `prompt_id` and `version`; all keys have the same `step`. A group is
+        found once: another call does not return it. stderr says why groups of these prompts with other keys are not
+        used."""
         step = keys[0]["step"] if keys else -1
         if step != self._loaded[0]:
             self._loaded = step, self._load(step) if step in self._left else {}
@@ -107,12 +105,14 @@ class Journal:
         self._writer.add(key, completions)
 
     def prune(self, before: int) -> None:
-        """Deletes the groups of all processes for steps below `before`. Only the first process deletes files."""
+        """Deletes the groups of steps below `before`, of all processes; steps count from 0. Only the first process does
+        it."""
         self._left = {step for step in self._left if step >= before}
         self._writer.prune(before)
 
     def count(self, step: int, *, found: int, sampled: int) -> None:
-        """Counts completions for `take_counts`: `found` in the journal, and `sampled`. Prints both if any is found."""
+        """Adds to the numbers of `take_counts`: completions `found` in the journal, and `sampled`. Says both if any is
+        found."""
         if found:
             _say(f"step {step + 1}: {found} completions were complete before the restart, {sampled} are sampled")
         with self._counting:
@@ -125,7 +125,7 @@ class Journal:
         return {f"host/{name}": taken[name] for name in ("journal_found", "journal_sampled")}
 
     def close(self) -> None:
-        """Writes the groups that wait and ends the thread; gives up after half a minute."""
+        """Writes the groups that wait and ends the thread; gives up after a minute at the latest."""
         self._writer.close()
 
     def _load(self, step: int) -> dict[int, list[Record]]:
@@ -246,7 +246,7 @@ class _Writer:
 
 
 def _steps(directory: epath.Path) -> dict[int, epath.Path]:
-    """The steps that have groups in the journal, with the folders of the steps."""
+    """Returns the steps that have groups in the journal, with the folders of the steps."""
     return {int(path.name): path for path in _entries(directory) if path.name.isdigit()}
 
 
@@ -268,7 +268,7 @@ def _say(message: str) -> None:
 
 
 def to_bytes(key: Key, completions: Sequence[Completion]) -> bytes:
-    """The record of a group as bytes: 8 bytes a token, about half a kilobyte, and the experts."""
+    """Returns the record of a group as bytes: 8 bytes a token, about half a kilobyte, and the experts."""
     tokens = np.concatenate([c.tokens for c in completions]).astype("<i4")
     logprobs = np.concatenate([c.logprobs for c in completions]).astype("<f4")
     text = {
@@ -287,7 +287,7 @@ def to_bytes(key: Key, completions: Sequence[Completion]) -> bytes:
 
 
 def from_bytes(data: bytes) -> tuple[list[Record], int]:
-    """The whole records in `data`, in their order, and the number of places where `data` has other bytes."""
+    """Returns the whole records in `data`, in their order, and the number of places where `data` has other bytes."""
     records: list[Record] = []
     at, damaged, view = 0, 0, memoryview(data)
     while at < len(data):
@@ -303,7 +303,7 @@ def from_bytes(data: bytes) -> tuple[list[Record], int]:
 
 
 def _record(view: memoryview, at: int) -> tuple[Record, int] | None:
-    """The record that begins at `at`, and its end; None if there is no whole record."""
+    """Returns the record that begins at `at`, and its end; None if there is no whole record."""
     if len(view) - at < _HEAD.size:
         return None
     magic, lengths, digest = _HEAD.unpack_from(view, at)
@@ -333,6 +333,6 @@ def _record(view: memoryview, at: int) -> tuple[Record, int] | None:
 
 
 def _experts(data: memoryview, dtype: str, shapes: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """The experts of each completion."""
+    """Returns the experts of each completion, one array after another in `data`, by their `dtype` and `shapes`."""
     parts = np.split(np.frombuffer(data, dtype), np.cumsum([math.prod(shape) for shape in shapes])[:-1])
     return [part.reshape(shape).copy() for part, shape in zip(parts, shapes, strict=True)]

@@ -37,9 +37,9 @@ class Owner:
       host, process: the name of the machine, and the number of the process there.
       space: the boot of the machine and the namespace of the number `process`; "" where the system does not tell.
       started: when the process began, in the kernel's ticks; a later process of the same number has another value.
-      since: when the process took the lease, as text for people.
+      since: when the process asked for the lease, as text for people.
       token: a text that no other lease has.
-      beat: how often the process has renewed the lease.
+      beat: how often the process has written the lease.
     """
 
     host: str
@@ -52,14 +52,14 @@ class Owner:
 
     @classmethod
     def this_process(cls) -> Owner:
-        """The present process, as the owner of a new lease, with a new token and beat 0."""
+        """Returns the present process, as the owner of a new lease, with a new token and beat 0."""
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         token = secrets.token_hex(8)
         return cls(socket.gethostname(), os.getpid(), _space(), _started(os.getpid()) or "", since, token)
 
     @property
     def ended(self) -> bool | None:
-        """Whether the process is gone; None if the process is of another machine or namespace, or hidden."""
+        """Whether the process is gone; None if that is not known: it is of another machine or namespace, or hidden."""
         if not self.space or self.space != _space():
             return None
         started = _started(self.process)
@@ -70,12 +70,13 @@ class Owner:
 
 
 class Lease(contextlib.AbstractContextManager["Lease"]):
-    """A context in which this process alone may write the folder `home`. A thread renews the lease.
+    """A context in which this process alone may write the folder `home`; entered once. A thread renews the lease.
 
-    Entering takes the lease. An owner on this machine either lives or has ended. An owner elsewhere is gone once its
-    beat stands still for `stale_seconds`; the clocks of the machines need not agree. Entering waits twice this time for
-    an owner whose beat goes on, because the owner may have been asked to stop. If another process takes the lease, a
-    thread calls `lost` with a line. The present process must then end. Raises ValueError if the lease is held.
+    Entering takes the lease, and raises ValueError if another process holds it. An owner on this machine either lives
+    or has ended. An owner elsewhere is gone once its beat stands still for `stale_seconds`; the clocks of the machines
+    need not agree. Entering waits twice this time for an owner elsewhere whose beat goes on, because the owner may have
+    been asked to stop. If another process takes the lease later, a thread calls `lost` with a line that names the other
+    process. The present process must then end.
     """
 
     def __init__(
@@ -223,10 +224,10 @@ class _Object:
 
 
 def _cell(path: epath.Path) -> _File | _Object:
-    """A file that a process can change only if it knows the present version. A missing file has version None.
+    """Returns a file that a process can change only if it knows the present version. A missing file has version None.
 
-    `swap` writes its content, or deletes the file if the content is None. It returns the new version, or None if the
-    given version is out of date.
+    `read` returns (content or None, version). `swap` writes its content, or deletes the file if the content is None. It
+    returns the new version, or None if `version` is out of date.
     """
     return _Object(str(path)) if in_bucket(path) else _File(Path(path))
 
