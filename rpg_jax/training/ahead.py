@@ -102,8 +102,8 @@ class AheadCollector(Collector):
             yield
 
     def record(self) -> dict[str, Any]:
-        """Everything that a resume needs, JSON-able. Waits for the batches that have begun; raises the error of a
-        failed one."""
+        """Returns everything that a resume needs, JSON-able. Waits for the batches that have begun, and raises their
+        errors."""
         ahead = {
             "batches": {str(step): _encode(job.result()) for step, job in self._jobs.items()},
             "carried": encode_groups(self.carried),
@@ -113,7 +113,7 @@ class AheadCollector(Collector):
 
     def restore(self, record: Mapping[str, Any]) -> None:
         """Goes back to the state that `record` returned. Raises ValueError if a run without staleness wrote it, or if
-        it is of another stream (`PromptStream.restore`)."""
+        the stream has other problems or another seed."""
         state = record["ahead"]
         if state is None:
             raise ValueError("the checkpoint was written with rollout.max_staleness=0 and this run has more")
@@ -150,15 +150,15 @@ class AheadCollector(Collector):
 
 
 def sampled(collected: Collected, errors: Mapping[str, int], version: int) -> Sampled:
-    """The `Sampled` of a step with the groups `collected`, the failed verdicts by kind, and the `version` of the
-    trainer's weights. The groups to train have behaviour log-probs by `without_present`; `to_carry` is empty."""
+    """Returns the `Sampled` of a step with the groups `collected`, the failed verdicts by kind, and the `version` of
+    the trainer's weights. The groups to train have behaviour log-probs by `without_present`; `to_carry` is empty."""
     trained = collected.trained
     return Sampled(collected, errors, without_present(trained, version), staleness=staleness(trained, version))
 
 
 def without_present(groups: Sequence[Group], version: int) -> list[Group]:
-    """Copies of the groups with the rollout's log-probs as `behaviour_logprobs`, f32[n] a completion of n tokens.
-    Tokens of weights `version` get NaN: the trainer computes these."""
+    """Returns copies of the groups with the rollout's log-probs as `behaviour_logprobs`, f32[n] a completion of n
+    tokens. Tokens of weights `version` get NaN: the trainer computes these."""
 
     def known(completion):
         return np.where(completion.token_versions == version, np.float32(np.nan), completion.logprobs)
@@ -167,14 +167,14 @@ def without_present(groups: Sequence[Group], version: int) -> list[Group]:
 
 
 def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """The metrics staleness_updates and staleness_updates_max: mean and maximum, over the tokens that the policy
-    sampled in `groups`, of the updates between the weights that drew a token and weights `version`."""
+    """Returns the metrics staleness_updates and staleness_updates_max: mean and maximum, over the tokens that the
+    policy sampled in `groups`, of the updates between the weights that drew a token and weights `version`."""
     ages = np.concatenate([version - c.token_versions[c.sampled] for g in groups for c in g.completions])
     return {"staleness_updates": float(ages.mean()), "staleness_updates_max": int(ages.max())}
 
 
 def _marked(collected: Collected) -> Collected:
-    """`collected` with the rollout's log-probs as behaviour log-probs of its groups. A group is the same object in all
+    """Returns `collected` with the rollout's log-probs as behaviour log-probs. A group is the same object in all its
     lists."""
     marked = {
         id(g): dataclasses.replace(g, behaviour_logprobs=[c.logprobs for c in g.completions])

@@ -37,8 +37,8 @@ class DynamicSampling:
     surplus: str = "drop"
 
     def batch_size(self, prompts_per_step: int, *, missing: int, share: float) -> int:
-        """The number of prompts in the next batch: `oversample` times `prompts_per_step`, or with `oversample` 0 the
-        number ceil((m + 2 sqrt(m (1 - p))) / p), at most 10 prompts_per_step.
+        """Returns the number of prompts in the next batch: `oversample` times `prompts_per_step`, or with `oversample`
+        0 the number ceil((m + 2 sqrt(m (1 - p))) / p), at most 10 prompts_per_step.
 
         m = `missing` informative groups need m / p prompts in the mean, where p = `share` in (0, 1] of the groups is
         informative. The square root is the standard deviation of the number of informative groups.
@@ -98,8 +98,8 @@ class Collected:
         return _share(self.generated) if self.generated else None
 
     def accounting(self) -> dict[str, float]:
-        """Counts of groups: generated = kept + uninformative; kept + carried_in = trained + carried_out + dropped. The
-        entry `staleness` is carried_in / trained."""
+        """Returns counts of groups, "groups_NAME": generated = kept + uninformative; kept + carried_in = trained +
+        carried_out + dropped. The entry `staleness` is carried_in / trained."""
         kept = len(self.trained) + len(self.carried) + len(self.dropped) - len(self.pending)
         return {
             "groups_generated": len(self.generated),
@@ -128,11 +128,11 @@ def collect(
     max_failures: float = 1.0,
     begun: list[Group] | None = None,
 ) -> Collected:
-    """The groups of a step.
+    """Returns the groups of a step.
 
     Without dynamic sampling a step trains the next `prompts_per_step` problems. With dynamic sampling a step generates
-    batches until `prompts_per_step` groups are informative, `pending` ones included, or it has `max_batches`. The size
-    of a batch depends on the order of the problems and on finished groups alone. So the number of hosts changes no
+    batches until `prompts_per_step` groups are informative, `pending` groups included, but at most `max_batches`. The
+    size of a batch depends on the order of the problems and on finished groups alone. So the number of hosts changes no
     group.
 
     Args:
@@ -147,8 +147,8 @@ def collect(
       max_failures: the largest share of the generated completions that may have failed, see `Group.failed`.
       begun: the step's first batch, scored, if earlier steps have begun it; it counts in `max_batches`.
 
-    Raises ValueError if more completions failed than `max_failures`, or so many that no group can be trained, or if no
-    group was informative after `max_batches`.
+    Raises ValueError if a larger share than `max_failures` failed, or so many completions that no group can be trained,
+    or if no group was informative after `max_batches`.
     """
     if dynamic is None:
         made = _repetitions_apart(take(prompts_per_step), generate, step) if begun is None else begun
@@ -261,8 +261,8 @@ class Collector:
     lags: ClassVar[bool] = False  # the rollout may hold earlier weights than the trainer
 
     def take(self, step: int, params: Any, version: int) -> Sampled:
-        """The groups of `step` (from 0), sampled now with the rollout's weights; blocks until they are scored. `params`
-        and `version` are not read. Raises the errors of `collect` and of the rollout."""
+        """Returns the groups of `step` (from 0), sampled now with the rollout's weights; blocks until they are scored.
+        `params` and `version` are not read. Raises the errors of `collect` and of the rollout."""
         del params, version
         collected = self._next(step)
         return Sampled(collected, self.take_errors(), collected.trained, collected.carried)
@@ -293,7 +293,7 @@ class Collector:
 
     def restore(self, record: Mapping[str, Any]) -> None:
         """Goes back to the state that `record` returned. Raises ValueError if a collector that samples ahead wrote it,
-        or if it is of another stream (`PromptStream.restore`)."""
+        or if the stream has other problems or another seed."""
         if record["ahead"] is not None:
             raise ValueError("the checkpoint was written with rollout.max_staleness above 0 and this run has 0")
         self.stream.restore(record["stream"])

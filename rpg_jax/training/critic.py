@@ -44,35 +44,36 @@ class Critic:
     clip: float | None = 0.2
 
     def init(self, policy: Any) -> Any:
-        """Parameters of a critic whose every value is 0: a copy of the trunk of `policy`, the policy's weights, and the
-        entry "value", which is the head: a weight f32[D] and a bias f32[]."""
+        """Returns parameters of a critic whose every value is 0: a copy of the trunk of `policy`, the policy's weights,
+        and the entry "value", which is the head: a weight f32[D] and a bias f32[]."""
         trunk = {k: jax.tree.map(jnp.copy, v) for k, v in policy.items() if k != _OUTPUT}
         head = {"weight": jnp.zeros(policy["final_norm"].shape, jnp.float32), "bias": jnp.zeros((), jnp.float32)}
         return {**trunk, _HEAD: head}
 
     def like(self, policy: Any, head: Any) -> Any:
-        """The tree of `init` with `policy`'s leaves (shapes or shardings) for the trunk, and `head` for weight and
+        """Returns the tree of `init`: leaves of `policy` (shapes or shardings) for the trunk, `head` for weight and
         bias."""
         trunk = {k: v for k, v in policy.items() if k != _OUTPUT}
         return {**trunk, _HEAD: {"weight": head, "bias": head}}
 
     def values(self, params: Any, rows: Rows) -> jax.Array:
-        """V f32[B, C], the value of the state before each completion token of `rows`; `params` are the critic's own."""
+        """Returns V f32[B, C], the value of the state before each completion token of `rows`; `params` are the
+        critic's."""
         model = nnx.merge(self.graphdef, {k: v for k, v in params.items() if k != _HEAD})
         hidden = completion_hidden(model, rows.unrouted)
         head = params[_HEAD]
         return jnp.einsum("bcd,d->bc", hidden.astype(jnp.float32), head["weight"]) + head["bias"]
 
     def advantages(self, values: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Advantages and returns f32[B, C], from `values` f32[B, C] and the batch's `rewards`; no gradient. Raises
-        ValueError if the batch has no rewards, or if gamma or gae_lambda is out of its range."""
+        """Returns advantages and returns f32[B, C], from `values` f32[B, C] and the batch's `rewards`; no gradient.
+        Raises ValueError if the batch has no rewards, or if gamma or gae_lambda is out of its range."""
         decays = {"gamma": self.gamma, "gae_lambda": self.gae_lambda}
         return losses.gae(batch.known("rewards"), values, batch.mask, batch.completion_ids, **decays)
 
     def loss(self, values: jax.Array, batch: Batch, mean: losses.Mean) -> tuple[jax.Array, Metrics]:
-        """Half of the summed value loss of `values` f[B, C], a scalar with their gradient, and its metrics as (sum,
-        weight). The caller divides by the weight of the policy's loss: `mean` aggregates tokens as the policy's loss
-        does. Raises ValueError if the batch has no values or returns, or the clip is out of its range."""
+        """Returns half of the summed value loss of `values` f[B, C], a scalar with their gradient, and its metrics as
+        (sum, weight). The caller divides by the weight of the policy's loss: `mean` aggregates tokens as the policy's
+        loss does. Raises ValueError if the batch has no values or returns, or the clip is out of its range."""
         old_values, returns = batch.known("values"), batch.known("returns")
         token_loss = losses.value_loss(values, old_values, returns, clip=self.clip)
         total, weight = mean(token_loss.values, batch)

@@ -190,7 +190,8 @@ class GroupGenerator:
     def score(
         self, problems: Sequence[Problem], prompts: Sequence[np.ndarray], completions: Sequence[list[Completion]]
     ) -> tuple[list[Group], dict[str, int]]:
-        """Scores the completions of each problem here. Returns (groups in order, number of failed verdicts by kind)."""
+        """Scores the completions of each problem in this process. `prompts` are token ids, i32[n] each. Returns (groups
+        in order, number of failed verdicts by kind). Raises the errors of the scorer."""
         flat = [c for group in completions for c in group]
         texts = [shown(c, self._decode) for c in flat]
         scores = self._scorer(
@@ -212,7 +213,7 @@ class GroupGenerator:
         return scored, dict(scores.errors)
 
     def take_errors(self) -> dict[str, int]:
-        """Failed verdicts by kind, of all processes, since the last call."""
+        """Returns failed verdicts by kind, of all processes, since the last call."""
         taken, self._errors = dict(self._errors), collections.Counter()
         return taken
 

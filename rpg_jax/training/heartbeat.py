@@ -24,5 +24,5 @@ def beat(doing: str | None = None) -> None:
 
 
 def latest() -> Heartbeat:
-    """The newest heartbeat of any thread."""
+    """Returns the newest heartbeat of any thread."""
     return _latest

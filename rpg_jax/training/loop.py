@@ -45,7 +45,7 @@ class Algorithm:
       token_rewards: returns the reward of each token of groups; only a critic needs these rewards.
       reward_parts: the weight of each part of the reward, in the order of `Group.parts`.
       experts: the number of experts of a layer; 0 in a dense model.
-      after_updates: called with the step's number, the batch, all log-probs included, and the new state; None: no call.
+      after_updates: called with (the step's number, the batch with all log-probs, the new state); None: no call.
       is_recorded: whether `after_updates` is called in a step, by the step's number.
       fault: (number, metrics, metrics of each update) -> the reason to stop the run after this step, or None; see
         `measures.Guard`. It is called before the rollout gets the weights.
@@ -70,8 +70,8 @@ class Algorithm:
     fault: Callable[[int, Mapping[str, float], Sequence[Mapping[str, float]]], str | None] = lambda *_: None
 
     def logprobs(self, params: Any, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Log-probs at the sampling temperature and entropies of the completion tokens of a micro-batch, in nats f32[B,
-        C], and the k experts of each of L layers that predicted a token, [B, C, L, k] (None in a dense model)."""
+        """Returns log-probs at the sampling temperature and entropies of the completion tokens of a micro-batch, in
+        nats f32[B, C], and the k experts of each token in each of L layers, [B, C, L, k] (None in a dense model)."""
         beat()
         return self.programs.logprobs(params, rows)
 
@@ -134,8 +134,8 @@ def take_step(a: Algorithm, state: TrainState, number: int) -> Step:
 
 
 def for_the_update(a: Algorithm, batch: Packed) -> Packed:
-    """The batch for an update that computes log π_old itself: `behaviour_logprobs` are None, and `ref_logprobs` are
-    None too unless the reference may differ from the policy that samples."""
+    """Returns the batch for an update that computes log π_old itself: `behaviour_logprobs` are None, and `ref_logprobs`
+    are None too unless the reference may differ from the policy that samples."""
     other = a.reference.differs(a.updates_per_step)
     own = [
         dataclasses.replace(b, behaviour_logprobs=None, ref_logprobs=b.ref_logprobs if other else None)
@@ -145,8 +145,9 @@ def for_the_update(a: Algorithm, batch: Packed) -> Packed:
 
 
 def add_logprobs(a: Algorithm, batch: Packed, state: TrainState, *, reference: bool = True) -> tuple[Packed, Metrics]:
-    """(The batch with the column log π_old, and with `reference` log π_ref; metrics.) log π_old is the trainer's pass
-    under the present weights, or, unless `a.decoupled`, the stored number of a token that earlier weights sampled.
+    """Returns the batch with the column log π_old, and with `reference` log π_ref; and metrics. log π_old is the
+    trainer's pass under the present weights, or, unless `a.decoupled`, the stored number of a token that earlier
+    weights sampled.
 
     The metrics are sums and weights: `entropy`, the routers' metrics, and `sampler_gap` and `sampler_gap_max`, the mean
     and the maximum of |log π_s − log π| over the tokens for which the trainer has computed log π under the weights that
@@ -201,8 +202,8 @@ def _present_pass(a: Algorithm, batch: Packed, state: TrainState) -> tuple[tuple
 
 
 def add_advantages(a: Algorithm, batch: Packed, state: TrainState) -> Packed:
-    """The batch with the columns of `a.advantages`, from the rewards of a group or batch. With a critic, the batch gets
-    `rewards` of tokens, and `advantages`, `values` and `returns` from the critic's values of the tokens."""
+    """Returns the batch with the columns of `a.advantages`, from the rewards of a group or batch. With a critic, the
+    batch gets `rewards` of tokens, and `advantages`, `values` and `returns` from the critic's values of the tokens."""
     if a.advantages is not None:
         columns = a.advantages(batch)
         return batch.add(**{name: batch.scatter(values) for name, values in columns.items()})
@@ -213,7 +214,7 @@ def add_advantages(a: Algorithm, batch: Packed, state: TrainState) -> Packed:
 
 
 def with_behaviour_logprobs(a: Algorithm, groups: Sequence[Group], state: TrainState) -> list[Group]:
-    """The groups for a later step, with their log π_old. The weights in `state` have sampled the groups."""
+    """Returns the groups for a later step, with their log π_old. The weights in `state` have sampled the groups."""
     if not groups:
         return []
     batch = a.pack(groups)
@@ -222,9 +223,8 @@ def with_behaviour_logprobs(a: Algorithm, groups: Sequence[Group], state: TrainS
 
 
 def anchor_of(a: Algorithm, state: TrainState) -> Anchor:
-    """The reference whose distributions a step's updates read. If it is the present policy, its weights are copied,
-    because updates donate the policy's arrays.
-    """
+    """Returns the reference whose distributions a step's updates read. If it is the present policy, its weights are
+    copied, because updates donate the policy's arrays."""
     coincides, programs = a.reference.coincides(), a.reference.programs or a.programs
     if coincides:
         return programs.anchor(jax.tree.map(jnp.copy, state.params), replays=True)

@@ -48,8 +48,8 @@ def sum_and_weight(values: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.A
 
 @jax.jit
 def sampler_gap(logprobs: jax.Array, sampler_logprobs: jax.Array, mask: jax.Array) -> Metrics:
-    """The metrics sampler_gap and sampler_gap_max, the mean and the maximum of |log π_s − log π| (nats) over tokens
-    with mask 1, as (sum, tokens) and (maximum, tokens). All arguments are f32[B, C]."""
+    """Returns the metrics sampler_gap and sampler_gap_max, the mean and the maximum of |log π_s − log π| (nats) over
+    tokens with mask 1, as (sum, tokens) and (maximum, tokens). All arguments are f32[B, C]."""
     gap, tokens = jnp.abs(logprobs - sampler_logprobs), jnp.sum(mask)
     return {
         "sampler_gap": (masking.masked_sum(gap, mask), tokens),
@@ -67,11 +67,11 @@ def expert_load(experts: jax.Array, mask: jax.Array, *, count: int) -> jax.Array
 
 
 def load_metrics(load: np.ndarray) -> Metrics:
-    """Metrics of the imbalance of the experts, from the number of tokens of each expert [L, E], as (value, 1).
+    """Metrics expert_load/NAME of the experts' imbalance, (value, 1), from the number of tokens of each expert [L, E].
 
-    expert_load/max_violation: max_e load_e / mean load - 1 (MaxVio of arXiv:2408.15664), mean over layers;
-    max_violation_worst: of the worst layer. cv: the coefficient of variation std(load) / mean load (arXiv:1701.06538),
-    mean over layers. Every metric is 0 for an even load, and NaN if a layer has no token.
+    max_violation: max_e load_e / mean load - 1 (MaxVio of arXiv:2408.15664), mean over layers; max_violation_worst: of
+    the worst layer. cv: the coefficient of variation std(load) / mean load (arXiv:1701.06538), mean over layers. Every
+    metric is 0 for an even load, and NaN if a layer has no token.
     """
     mean = load.mean(1, keepdims=True)
     relative = np.divide(load, mean, out=np.full(load.shape, np.nan), where=mean > 0)
@@ -88,9 +88,9 @@ def step_metrics(
     clock: Clock,
     parts: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """The metrics of a step by name, from the sums of its updates, its groups and the `clock`. `totals` are name ->
-    (sum, weight). `parts` has the weights of reward parts. `state` is the state after the step. `sampler_gap` and
-    `sampler_gap_max` are absent if the trainer has no log-probs of the weights that sampled the step's tokens."""
+    """Returns the metrics of a step by name, from the sums of its updates, its groups and the `clock`. `totals` are
+    name -> (sum, weight). `parts` has the weights of reward parts. `state` is the state after the step. `sampler_gap`
+    and `sampler_gap_max` are absent if the trainer has no log-probs of the weights that sampled the step's tokens."""
     values = losses.divided(totals)
     if not totals["sampler_gap"][1]:
         del values["sampler_gap"], values["sampler_gap_max"]
@@ -112,7 +112,7 @@ def step_metrics(
 
 
 def sampling_metrics(collected: Collected, parts: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
-    """Means over the generated completions, the accounting of groups, and completion lengths in tokens.
+    """Returns means over the generated completions, the accounting of groups, and completion lengths in tokens.
 
     The means are for a prompt drawn at random: dynamic sampling does not bias them (`Collected.weights`). The length of
     a completion counts the tokens that the policy sampled; `conversation_metrics` counts an environment's tokens.
@@ -143,7 +143,7 @@ def sampling_metrics(collected: Collected, parts: Mapping[str, float] = MappingP
 
 
 def conversation_metrics(played: Sequence[Turns], judged: Sequence[Turns]) -> dict[str, float]:
-    """Metrics of the conversations between the policy and an environment; {} if none was `played`.
+    """Returns metrics of the conversations between the policy and an environment; {} if none was `played`.
 
     turns: the mean number of the policy's turns. observed_length: the mean number of tokens that the environment wrote.
     Both are means over the `judged` conversations, those with a known reward, and absent without any.
@@ -219,9 +219,9 @@ class Guard:
             )
 
     def fault(self, step: int, values: Mapping[str, float], updates: Sequence[Mapping[str, float]]) -> str | None:
-        """The reason to stop the run after a step, and the fix; None if there is no reason. Call it once a step.
-        `values` are the metrics of the step, and `updates` the metrics of each of its updates. A gap of NaN stops the
-        run."""
+        """Returns the reason to stop the run after a step, and the fix; None if there is no reason. Called once a step.
+        `values` are the metrics of the step, and `updates` the metrics of each of its updates. A NaN gap stops the run.
+        """
         for update in updates:
             self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if update["nonfinite_updates"] else 0
         gap = values.get("sampler_gap", 0.0)

@@ -35,8 +35,7 @@ def policy_loss_fn(name: str | losses.Loss, **hyperparameters: Any) -> LossFn:
 
 
 def kl_share(name: str | losses.Loss, logprobs: jax.Array, batch: Batch, **hyperparameters: Any) -> Metrics:
-    """The KL term's share of the gradient, the metric `kl_gradient_share`, as the pair of both norms squared; no
-    gradient.
+    """The KL term's share of the gradient: the metric `kl_gradient_share`, as a pair of squared norms; no gradient.
 
         ‖g − g₀‖ / ‖g‖,   g = ∂(Σ loss)/∂ log π_θ of every trained token, g₀ = the same at β = 0
 
@@ -82,7 +81,7 @@ def advantages_fn(
     environment_weight: float = 0.0,
     **hyperparameters: Any,
 ) -> Advantages:
-    """The function from a batch to its advantages, which are computed from the rewards of the batch.
+    """Returns the function from a batch to its advantages, which are computed from the rewards of the batch.
 
     RPG of completions has a leave-one-out baseline of the KL too. It is added to the advantages, and it is the column
     `kl_baseline`: the micro-batches of an update may split a group, so the loss cannot compute it.
@@ -143,13 +142,13 @@ def with_kl_baseline(
 
 
 def counted_of(batch: RolloutBatch[Group]) -> jax.Array | None:
-    """bool[P, G], the completions that are `Group.counted`; None if all are."""
+    """Returns bool[P, G], the completions that are `Group.counted`; None if all are."""
     counted = np.stack([g.counted for g in batch.groups])
     return None if counted.all() else jnp.asarray(counted)
 
 
 def supervised_loss(logprobs: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array, Metrics]:
-    """−Σ log π_θ over the trained tokens, in nats (minimise), their number, and the metric `loss` of both."""
+    """Returns −Σ log π_θ over the trained tokens, in nats (minimise), their number, and the metric `loss` of both."""
     total, weight = -masking.masked_sum(logprobs, batch.mask), jnp.sum(batch.mask)
     return total, weight, {"loss": (total, weight)}
 
@@ -202,7 +201,7 @@ def returns(group: Group, environment_weight: float) -> list[np.ndarray]:
 
 
 def token_rewards(groups: Sequence[Group], credit: str, environment_weight: float) -> list[list[np.ndarray]]:
-    """The reward of each token, f32[n] for each group and completion, for a learned baseline.
+    """Returns the reward of each token, f32[n] for each group and completion, for a learned baseline.
 
     With `credit` "completion", the last token that the policy sampled gets the reward of the completion. With "turn",
     the last sampled token of turn t gets the reward of the turn, R_t − R_{t+1} of `returns`. All other rewards are 0.
@@ -218,8 +217,8 @@ def token_rewards(groups: Sequence[Group], credit: str, environment_weight: floa
 
 
 def _at_the_ends(numbers: np.ndarray, sampled: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """f32[n] with R_t − R_{t+1} at the last token of turn t that is `sampled`, bool[n]. `numbers` i32[n] has each
-    token's turn, and `own` the R_t; 0 follows the last R_t. A single R_t is that of all turns."""
+    """Returns f32[n] with R_t − R_{t+1} at the last token of turn t that is `sampled`, bool[n]. `numbers` i32[n] has
+    each token's turn, and `own` the R_t; 0 follows the last R_t. A single R_t is that of all turns."""
     paid = np.zeros(len(numbers), np.float32)
     for turn, (now, later) in enumerate(zip(own, [*own[1:], np.float32(0)], strict=True)):
         last = np.flatnonzero(sampled & ((numbers == turn) | (len(own) == 1)))[-1]

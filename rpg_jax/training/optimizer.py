@@ -108,7 +108,7 @@ def make_optimizer(
 
 
 def matrices(params: Any) -> Any:
-    """A tree like `params` of bools: True for every weight whose path has neither "norm" nor "bias"."""
+    """Returns a tree like `params` of bools: True for every weight whose path has neither "norm" nor "bias"."""
 
     def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -149,8 +149,8 @@ def _stair(learning_rate: float, steps: int, updates_per_step: int) -> optax.Sch
 
 
 def _falling(rate: optax.ScalarOrSchedule, schedule: str, warm: int, last: int, final: float) -> optax.Schedule:
-    """`rate` times a factor: 1 up to update `warm`, falling by `schedule` ("linear" or "cosine") to `final` at update
-    `last`, and `final` after `last`. Raises ValueError unless `last` is after `warm`."""
+    """Returns the schedule of `rate` times a factor: 1 up to update `warm`, falling by `schedule` ("linear" or
+    "cosine") to `final` at update `last`, and `final` after `last`. Raises ValueError unless `last` is after `warm`."""
     if last <= warm:
         raise ValueError(
             f"optimizer.decay_until: update {last} is inside the warm-up of {warm} updates; make the schedule longer"

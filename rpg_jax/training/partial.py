@@ -71,8 +71,8 @@ class PartialCollector(Collector):
     def take(self, step: int, params: Any, version: int) -> Sampled:
         """Begins the groups of steps up to `step` + K - 1, draws a part of every group that has begun, and returns the
         groups of `step`, complete then. Called once a step, in order; `step` counts from 0. `version` is the trainer's
-        number of updates; `params` is not read: `publish` has brought the weights. Raises the errors of `collect` and
-        the rollout."""
+        number of updates; `params` is not read: `publish` has brought the weights. Raises the errors of
+        `Collector.take`."""
         due = range(step, min(step + self._parts, self.steps))
         for number in due:
             if number not in self._batches:
@@ -82,22 +82,22 @@ class PartialCollector(Collector):
         return sampled(collected, self.take_errors(), version)
 
     def record(self) -> dict[str, Any]:
-        """Everything that a resume needs, JSON-able; "partial" has the batches whose groups have begun, by step. A
-        batch has its draws, and its groups without scores, with the completions so far."""
+        """Returns everything that a resume needs, JSON-able; "partial" has the batches whose groups have begun, by
+        step. A batch has its draws, and its groups without scores, with the completions so far."""
         batches = self._batches.items()
         kept = {str(number): {"draws": own.draws, "groups": encode_groups(own.groups)} for number, own in batches}
         return super().record() | {"partial": kept}
 
     def restore(self, record: Mapping[str, Any]) -> None:
         """Goes back to the state that `record` returned. Raises ValueError if a collector that samples ahead wrote it,
-        or if it is of another stream (`PromptStream.restore`)."""
+        or if the stream has other problems or another seed."""
         super().restore(record)
         batches = record["partial"].items()
         self._batches = {int(number): _Batch(decode_groups(own["groups"]), own["draws"]) for number, own in batches}
 
     def _next_batch(self) -> _Batch:
-        """The next problems, without completions. With dynamic sampling a problem is in a batch once; without dynamic
-        sampling its n-th group is draw n - 1."""
+        """Returns the next problems, without completions. With dynamic sampling a problem is in a batch once; without
+        dynamic sampling its n-th group is draw n - 1."""
         count, dynamic = self.prompts_per_step, self.dynamic
         if dynamic is not None:
             count = dynamic.batch_size(count, missing=count, share=self.share)

@@ -19,7 +19,7 @@ _CHUNK, _LOGITS = 256, 1 << 22
 def policy_logprobs(
     graphdef: Any, params: Any, rows: Rows, *, temperature: float
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Log-probabilities, in nats, of the completion tokens of `rows` at the sampling temperature.
+    """Returns log-probabilities, in nats, of the completion tokens of `rows` at the sampling temperature.
 
     Returns:
       logprobs: f32[B, C], differentiable in `params`; entries where `rows.completion_ids` is 0 mean nothing.
@@ -37,8 +37,8 @@ def policy_logprobs(
 
 
 def completion_hidden(model: Any, rows: Rows) -> jax.Array:
-    """Hidden states [B, C, D] of the policy `model` that predict the completion tokens; finite outside `rows.mask`,
-    where 0 replaces other numbers: a NaN there would reach the gradient of the whole head, as 0 · NaN."""
+    """Returns hidden states [B, C, D] of the policy `model` that predict the completion tokens; finite outside
+    `rows.mask`, where 0 replaces other numbers: a NaN there would reach the gradient of the whole head, as 0 · NaN."""
     return _predictors(model(rows.tokens, rows.positions, rows.segment_ids, experts=rows.experts), rows)
 
 
@@ -70,8 +70,8 @@ def head_arguments(
 
 
 def _cut(rows: int, positions: int) -> losses.Cut | None:
-    """The mesh axes of B = `rows`, C = `positions` and the head, by the rules in force; None if nothing is sharded.
-    Axes that do not divide `rows` or `positions` do not shard them."""
+    """Returns the mesh axes of B = `rows`, C = `positions` and the head, by the rules in force; None if nothing is
+    sharded. Axes that do not divide `rows` or `positions` do not shard them."""
     mesh = jax.sharding.get_abstract_mesh()
 
     def axes(name: str, size: int) -> tuple[str, ...]:

@@ -49,16 +49,16 @@ class Rule:
             )
 
     def anchor(self) -> str | None:
-        """A word for tables: the policy to which the KL is measured; None is the behaviour policy."""
+        """Returns a word for tables: the policy to which the KL is measured; None is the behaviour policy."""
         return None if self.is_behaviour else self.word.format(self)
 
     def last_move(self, step: int, before: int, after: int) -> int | None:
-        """The number of the last update of a step after which the reference moves; None if no update moves it. Step
-        number `step`, from 1, makes the updates `before` + 1 to `after` of the run."""
+        """Returns the number of the last update of a step after which the reference moves; None if no update moves it.
+        Step number `step`, from 1, makes the updates `before` + 1 to `after` of the run."""
         return None
 
     def moves_at(self, kl_average: float) -> bool:
-        """Whether `kl_average`, bias-corrected nats per token, moves the reference at the end of the step."""
+        """Returns whether `kl_average`, bias-corrected nats per token, moves the reference at the end of the step."""
         return False
 
     def differs(self, updates_per_step: int) -> bool:
@@ -108,8 +108,8 @@ RULES: Mapping[str, type[Rule]] = MappingProxyType(
 
 
 def make_rule(rule: str, **numbers: Any) -> Rule:
-    """The rule with the name `rule` in `RULES`; `numbers` are the attributes of `Rule`. Raises ValueError for an
-    unknown name or a number out of its range."""
+    """Returns the rule with the name `rule` in `RULES`; `numbers` are the attributes of `Rule`. Raises ValueError for
+    an unknown name or a number out of its range."""
     return lookup(RULES, "reference rule", rule)(**numbers)
 
 
@@ -164,11 +164,11 @@ class Reference:
         return self._rule.is_behaviour
 
     def differs(self, updates_per_step: int) -> bool:
-        """Whether the reference may differ from the policy that samples a step, see `Rule.differs`."""
+        """Returns whether the reference may differ from the policy that samples a step, see `Rule.differs`."""
         return self._rule.differs(updates_per_step)
 
     def coincides(self) -> bool:
-        """Whether the present policy, the next behaviour policy, is the reference itself."""
+        """Returns whether the present policy, the next behaviour policy, is the reference itself."""
         return self._rule.is_behaviour or (self._teacher is None and self.number == self.updates)
 
     def before_updates(self, params: Any, step: int, count: int) -> None:
@@ -208,7 +208,7 @@ class Reference:
         return self._read(self.number)
 
     def _read(self, number: int) -> Any:
-        """The weights of snapshot `number`; keeps a copy in `memory`."""
+        """Returns the weights of snapshot `number`; keeps a copy in `memory`."""
         params, self._restored = self._snapshots.restore(number, self._like), None
         if self._memory == "host":
             self._restored = number, jax.device_put(params, jax.tree.map(lambda x: in_host_memory(x.sharding), params))

@@ -37,22 +37,22 @@ class TrainState:
 
 
 def in_host_memory(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """The sharding with the same shards, each in the (pinned) memory of its device's host."""
+    """Returns the sharding with the same shards, each in the (pinned) memory of its device's host."""
     return sharding.with_memory_kind("pinned_host")
 
 
 def in_device_memory(tree: Any) -> Any:
-    """`tree` with the leaves that lie in host memory moved to their devices; inside a program or outside."""
+    """Returns `tree` with the leaves that lie in host memory moved to their devices; inside a program or outside."""
     return jax.device_put(tree, jax.memory.Space.Device)
 
 
 def abstract(tree: Any, shardings: Any) -> Any:
-    """`ShapeDtypeStruct`s of the arrays of `tree`, with `shardings`. A checkpoint is restored into them."""
+    """Returns `ShapeDtypeStruct`s of the arrays of `tree`, with `shardings`. A checkpoint is restored into them."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
 def for_evaluation(like: TrainState, optimizer: Optimizer) -> TrainState:
-    """`like`, an `abstract` state, with `LEFT_OUT` for the critic and for slots of the optimizer that
+    """Returns `like`, an `abstract` state, with `LEFT_OUT` for the critic and for slots of the optimizer that
     `evaluation_params` does not read: a restore leaves them on disk."""
 
     def slot(path: tuple[Any, ...], leaf: Any) -> Any:

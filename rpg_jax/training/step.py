@@ -67,7 +67,7 @@ class Program:
         return self.jitted(self.frozen, *inputs)
 
     def lower(self, *inputs: Any) -> jax.stages.Lowered:
-        """The program lowered for `inputs`, arrays or `ShapeDtypeStruct`s; runs nothing."""
+        """Returns the program lowered for `inputs`, arrays or `ShapeDtypeStruct`s; runs nothing."""
         return self.jitted.lower(self.frozen, *inputs)
 
 
@@ -282,7 +282,7 @@ class _Functions:
         return self.apply(frozen, state, self.gradients(frozen, state.weights, batch))
 
     def gradients(self, frozen: Frozen, weights: Any, batch: Batch) -> Sums:
-        """Gradient and metrics of Σ objective over a micro-batch."""
+        """Returns gradient and metrics of Σ objective over a micro-batch."""
         with nnx.merge(self.graphdef, policy_params(frozen.base, weights[0])).full_precision():
             loss = functools.partial(self._loss, frozen, batch)
             (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(weights)
@@ -322,10 +322,10 @@ class _Functions:
 def apply_gradients(
     optimizer: Optimizer, state: TrainState, sums: Sums, critic: Critic | None = None
 ) -> tuple[TrainState, Metrics]:
-    """The update with gradient Σ grads / Σ weight; policy and critic are each clipped by their own global norm. Where
-    the loss or a norm is not finite, weights and slots stay as they are and `skipped` counts the update. Returns the
-    state, and the metrics of `sums` with `grad_norm` before the clip, `nonfinite_updates` (0 or 1) and others as (sum,
-    weight)."""
+    """Makes the update with gradient Σ grads / Σ weight; policy and critic are each clipped by their own global norm.
+    Where the loss or a norm is not finite, weights and slots stay as they are and `skipped` counts the update. Returns
+    the state, and the metrics of `sums` with `grad_norm` before the clip, `nonfinite_updates` (0 or 1) and others as
+    (sum, weight)."""
     total, weight = sums.metrics["loss"]
     weight = jnp.maximum(weight, 1e-9)
     norms = [optax.tree.norm(optax.tree.cast(grads, jnp.float32)) / weight for grads in sums.grads if grads is not None]
