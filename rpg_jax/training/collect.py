@@ -173,6 +173,7 @@ def collect(
         _check_failures(generated, step, max_failures)
         kept += [g for g in made if g.informative]
     if not kept:
+        _check_failures(generated, step, max_failures if any(g.counted.any() for g in generated) else -1.0)
         _refuse_uninformative(generated, step, dynamic.max_batches)
     surplus = kept[prompts_per_step:]
     carried = surplus[:prompts_per_step] if dynamic.surplus == "carry" else []

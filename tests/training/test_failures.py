@@ -199,8 +199,11 @@ def test_a_group_in_which_nothing_is_left_to_train_is_not_trained():
     step = collected([nothing, MIXED], max_failures=0.5)
     assert step.trained == [MIXED] and step.generated == [nothing, MIXED]
     assert step.accounting()["groups_uninformative"] == 1
-    with pytest.raises(ValueError, match=r"^step 5: 6 of 8 .* \(6 timeout\), so that no group can be trained\. Look"):
-        collected([nothing, nothing], max_failures=1.0)
+    for dynamic in (None, DynamicSampling(max_batches=1)):
+        with pytest.raises(
+            ValueError, match=r"^step 5: 6 of 8 .* \(6 timeout\), so that no group can be trained\. Look"
+        ):
+            collected([nothing, nothing], dynamic=dynamic, max_failures=1.0)
 
 
 def test_a_failure_keeps_no_group_that_is_all_right_or_all_wrong():
