@@ -196,8 +196,7 @@ def apply_update(
 
 
 def _by_layer(updated: Update, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
-    """Calls `updated` with one layer of the stacks after another, then with the rest; returns (weights, optimizer
-    state)."""
+    """Calls `updated` with one layer of the stacks after another, then with the rest. Returns (weights, slots)."""
     treedef: Any
     leaves, treedef = jax.tree.flatten(opt_state, is_leaf=_is_stacked)
     slots = [leaf[_STACK] for leaf in leaves if _is_stacked(leaf)]

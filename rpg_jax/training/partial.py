@@ -31,7 +31,7 @@ class _Batch:
     """Groups that have begun.
 
     Attributes:
-      groups: without scores, with the completions so far; none before the first part.
+      groups: without scores, with the completions so far; no completions before the first part.
       draws: of each group, see `GroupGenerator`.
     """
 
@@ -70,9 +70,8 @@ class PartialCollector(Collector):
 
     def take(self, step: int, params: Any, version: int) -> Sampled:
         """Begins the groups of steps up to `step` + K - 1, draws a part of every group that has begun, and returns the
-        groups of `step`, complete then. Called once a step, in order; `step` counts from 0. `version` is the trainer's
-        number of updates; `params` is not read: `publish` has brought the weights. Raises the errors of
-        `Collector.take`."""
+        groups of `step` (from 0), complete then. Called once a step, in order. `version` is the trainer's number of
+        updates; `params` is not read: `publish` has brought the weights. Raises the errors of `Collector.take`."""
         due = range(step, min(step + self._parts, self.steps))
         for number in due:
             if number not in self._batches:
