@@ -290,9 +290,9 @@ class Folder:
                 self._copied[name] = _version(file)
 
     def push(self) -> None:
-        """Copies new and changed files of `files` to the bucket, and deletes there what was copied and is gone here;
-        returns when that is done. Files whose names begin with a dot are left out. Does nothing for a local folder, or
-        after the context. Raises StorageFailure if the bucket cannot be written."""
+        """Copies new and changed files of `files` to the bucket, and deletes the objects there of files that were
+        copied or fetched and are gone; returns when that is done. Files whose names begin with a dot are left out. Does
+        nothing for a local folder, or after the context. Raises StorageFailure if the bucket cannot be written."""
         if not self._remote:
             return
         with self._lock:

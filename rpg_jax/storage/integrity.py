@@ -46,7 +46,7 @@ def restored(path: Any, like: Tree) -> Tree:
     that have read their shards would wait there for ever for a host that failed.
 
     Args:
-      like: shapes, types and shardings of the arrays to return. Leaves may be `LEFT_OUT`, and stay so; one must not be.
+      like: shapes, types and shardings of the arrays to return. A leaf may be `LEFT_OUT` and stays so; not all may.
 
     Raises:
       Damaged: on any host, the tree is missing or has other bits than were written.

@@ -111,8 +111,7 @@ class Journal:
         self._writer.prune(before)
 
     def count(self, step: int, *, found: int, sampled: int) -> None:
-        """Adds to the numbers of `take_counts`: completions `found` in the journal, and `sampled`. Says both if any is
-        found."""
+        """Counts completions for `take_counts`: `found` in the journal, and `sampled`. Prints both if any is found."""
         if found:
             _say(f"step {step + 1}: {found} completions were complete before the restart, {sampled} are sampled")
         with self._counting:

@@ -218,7 +218,7 @@ def token_rewards(groups: Sequence[Group], credit: str, environment_weight: floa
 
 def _at_the_ends(numbers: np.ndarray, sampled: np.ndarray, own: np.ndarray) -> np.ndarray:
     """Returns f32[n] with R_t − R_{t+1} at the last token of turn t that is `sampled`, bool[n]. `numbers` i32[n] has
-    each token's turn, and `own` the R_t; 0 follows the last R_t. A single R_t is that of all turns."""
+    each token's turn, and `own` the R_t; 0 follows the last R_t. A single number in `own` counts for all turns."""
     paid = np.zeros(len(numbers), np.float32)
     for turn, (now, later) in enumerate(zip(own, [*own[1:], np.float32(0)], strict=True)):
         last = np.flatnonzero(sampled & ((numbers == turn) | (len(own) == 1)))[-1]
