@@ -3,8 +3,8 @@
 `run.start_from=runs/A@100` makes a new run, a branch, which begins after step 100 of the run A, its parent. The first
 step of the branch is 101. The branch takes over weights, optimizer slots, the count of updates and the position in the
 problems. It takes over the reference if the fields of `reference` are equal. With an equal config the branch computes
-what the parent has computed, to the bit. Other fields may differ, as long as the arrays of the checkpoint keep their
-shapes and meaning.
+what the parent computes after that step, to the bit. Other fields may differ, as long as the arrays of the checkpoint
+keep their shapes and meaning.
 
 Somebody else may have written the parent. So only arrays, JSON, the typed config and the tokenizer are read; no code
 that the parent's config names is imported.
@@ -50,12 +50,12 @@ class Parent:
     """A checkpoint of another run, with which a branch begins.
 
     Attributes:
-      home: the folder of the run, which is only read.
-      step: the step of the checkpoint.
-      config: the config of the run, by dotted name.
-      inputs: the digests of the run's inputs, by what each input is, as "the tokenizer".
-      identity: the fields that decide the numbers of the run, as the checkpoint keeps them.
-      record: the positions that the checkpoint keeps, as `Session.save` has written them.
+      home: the absolute path of the run's folder, local or in a bucket. The folder is only read.
+      step: the number of the checkpoint's step.
+      config: every field of the run's config, {dotted name: value}.
+      inputs: the object in the run's inputs.json, {"model.tokenizer": SHA-256, …}; {} without this file.
+      identity: the config fields that decide the numbers of the run, {dotted name: value}, as the checkpoint has them.
+      record: the record of the checkpoint, without arrays, as `Session.save` writes it.
     """
 
     home: epath.Path
@@ -67,14 +67,14 @@ class Parent:
 
     @property
     def name(self) -> str:
-        """The folder of the run and the step, as "/home/me/runs/A@100", which `run.start_from` may have."""
+        """The folder of the run and the step, as "/home/me/runs/A@100": a value that `run.start_from` may have."""
         return f"{self.home}@{self.step}"
 
     def check(self, config: ConfigDict, inputs: Mapping[str, str]) -> None:
-        """Raises ValueError if the branch cannot take over the arrays of the checkpoint. The message names the field.
+        """Raises ValueError, with the reason, unless a branch with this `config` can begin with the checkpoint.
 
-        `config` and `inputs` are the config of the branch and the digests of its inputs, by the names in `self.inputs`.
-        """
+        The run must be of rpg_jax.train, `train.steps` above the step, and the arrays must keep shapes and meaning.
+        `inputs`: the digests of the branch's inputs, as `experiment.check_inputs` returns them."""
         if not {"stream", "reference"} <= self.record.keys():
             raise ValueError(self._refused("it is no run of rpg_jax.train, and has no position to go on from"))
         if config.train.steps <= self.step:
@@ -95,10 +95,9 @@ class Parent:
                 raise ValueError(self._refused(f"{what} another there"))
 
     def state(self, like: TrainState) -> TrainState:
-        """The weights, optimizer slots and counts, laid out as the `ShapeDtypeStruct`s of `like`. Collective.
+        """The state in the checkpoint, laid out as the `ShapeDtypeStruct`s of `like`. All processes call together.
 
-        Raises ValueError if they are damaged or do not fit, and StorageFailure if they cannot be read.
-        """
+        Raises ValueError if the state is missing, damaged or has other arrays, StorageFailure if it cannot be read."""
         try:
             return integrity.restored(storage.absolute(self.home / "checkpoints" / str(self.step) / "state"), like)
         except integrity.Damaged:
@@ -107,14 +106,17 @@ class Parent:
             raise ValueError(self._refused(f"its arrays are others than this config's ({error.reason})")) from error
 
     def base(self, like: Any) -> Any:
-        """Frozen weights beside the parent's adapters, laid out as `like`. Raises ValueError if they are damaged."""
+        """The frozen weights beside the parent's adapters, laid out as the `ShapeDtypeStruct`s of `like`.
+
+        The errors are those of `state`. All processes call together."""
         return Snapshots(self.home / "base").restore(0, like)
 
     def move(self, config: ConfigDict, collector: Collector, reference: Reference) -> str:
-        """Moves collector and reference to the parent's position, as far as problems and fields are the parent's.
+        """Moves `collector` and `reference`, which are new, to the parent's position.
 
-        Returns a line for people that says what is taken over, and what begins anew.
-        """
+        If the branch's `config` differs, sampled groups are dropped. The order of other problems begins anew; if a
+        field of `reference` differs, the branch's first policy is the reference. Returns a line that says what begins
+        anew. Raises ValueError if problems differ though the configs are equal, or a snapshot is missing or damaged."""
         anew, now = [], {k: v for k, v in run_folder.identity(config).items() if k != run_folder.START_FROM}
         then = {k: v for k, v in run_folder.renewed(self.identity).items() if k != run_folder.START_FROM}
         if now == then:
@@ -143,7 +145,7 @@ class Parent:
 
 
 def _parsed(text: str) -> tuple[str, int | None]:
-    """The run and the step of "runs/A@100"; the step is None for "runs/A"."""
+    """("runs/A", 100) of "runs/A@100"; the step is None for "runs/A". Raises ValueError for an empty or broken text."""
     found = re.fullmatch(r"(.+?)(?:@(\d{1,12}))?", text)
     if not found:
         raise ValueError(f"run.start_from={text!r} is the folder of a run and a step, as runs/A@100")
@@ -151,12 +153,12 @@ def _parsed(text: str) -> tuple[str, int | None]:
 
 
 def parent_of(config: ConfigDict, files: Path) -> Parent | None:
-    """The parent that a new run begins from; None without `run.start_from`. Collective: all processes call it.
+    """The parent that a new run begins from; None without `run.start_from`. All processes call together.
 
-    If `run.start_from` names no step, the step is the last checkpoint of the parent. A run that ended before its first
-    checkpoint begins once more from the same step, which inputs.json in `files`, the new run's folder, names.
+    If `run.start_from` names no step, the step is the last checkpoint of the parent. A branch that ended before its own
+    first checkpoint begins once more from the step that inputs.json in `files`, the folder of the branch, names.
 
-    Raises ValueError if there is no such run or checkpoint, or its record is damaged; StorageFailure if storage fails.
+    Raises ValueError if there is no such run or checkpoint or its record is damaged, StorageFailure if storage fails.
     """
     if not config.run.start_from:
         return None
@@ -174,7 +176,10 @@ def parent_of(config: ConfigDict, files: Path) -> Parent | None:
 
 
 def adopt_tokenizer(config: ConfigDict, files: Path) -> None:
-    """Copies the tokenizer that the parent has trained to `files`, the folder of a branch whose config names none."""
+    """Copies the tokenizer that the parent has trained to `files`, the local folder of a branch with this `config`.
+
+    Does nothing without `run.start_from`, if the config names a tokenizer or a model, if the parent trained none, or if
+    `files` has one already. All processes call together, and the first writes."""
     own = files / "tokenizer.model"
     if not config.run.start_from or config.model.tokenizer or config.model.path or own.exists():
         return
@@ -185,13 +190,14 @@ def adopt_tokenizer(config: ConfigDict, files: Path) -> None:
 
 
 class Checkpointing:
-    """Keeps the checkpoints of a run in its folder, and knows which reference snapshot each checkpoint needs.
+    """Keeps the checkpoints of a run in `folder`, and knows which reference snapshot each checkpoint needs.
 
-    A run without a reference policy, as supervised training is, needs no snapshots. `journaled`: a journal is kept too.
+    `journaled`: a journal is kept too, unless `checkpoint.journal_gib` is 0. Raises as `parent_of` for a new run.
 
     Attributes:
       checkpoints: the checkpoints, each with the state and the record.
-      parent: the checkpoint of another run that this run begins with; None for a run that begins anew or goes on.
+      parent: the checkpoint of another run with which this run begins; None if this run has a checkpoint, or its config
+        no `run.start_from`.
       journal: keeps the groups that were sampled after the newest complete checkpoint; None if no journal is kept.
     """
 
@@ -218,11 +224,15 @@ class Checkpointing:
 
     @property
     def needs_weights(self) -> bool:
-        """Whether the run begins with the weights of its config, and not with those of a checkpoint."""
+        """Whether the first weights are those that the config names or draws, and not those of a checkpoint."""
         return self.is_new and self.parent is None
 
     def restore(self, like: TrainState, reference: Reference | None) -> tuple[int, TrainState, dict[str, Any]]:
-        """(step, state laid out as `like`, record) of the newest good checkpoint. Raises ValueError if none is good."""
+        """(step, state, record) of the newest good checkpoint; `like` has the `ShapeDtypeStruct`s of the state.
+
+        Moves damaged checkpoints aside, and raises, as `Checkpoints.restore_last`. A good checkpoint also has the
+        snapshot that `reference` (None: the run has none) needs. The run must have a checkpoint. The journal loses the
+        groups of the steps up to `step`."""
 
         def check(record: dict[str, Any]) -> None:
             if reference is not None:
@@ -235,10 +245,10 @@ class Checkpointing:
         return last
 
     def save(self, step: int, state: TrainState, record: Mapping[str, Any], reference: Reference | None) -> None:
-        """Starts a checkpoint of everything that a resume needs, and deletes snapshots that nobody needs any more.
+        """Starts a checkpoint of `state` and `record` after step `step`; waits for the previous save first.
 
-        `record` is JSON-able, and `reference` is None if the run has none. Waits for the previous save.
-        """
+        `record` is JSON-able; the position of `reference` (None: the run has none) is added. Deletes the snapshots and
+        the journal's groups that no checkpoint needs now. Raises StorageFailure as `Checkpoints.save`."""
         started, earlier = time.perf_counter(), self.checkpoints.steps()
         if reference is not None:
             record = {**record, "reference": reference.commit()}
@@ -256,7 +266,7 @@ class Checkpointing:
         self.seconds = time.perf_counter() - started
 
     def group_journal(self, layout: Layout) -> GroupJournal | None:
-        """The run's journal as the training rollout uses it; None if no journal is kept."""
+        """The journal, as a rollout for training on `layout` uses it; None if no journal is kept."""
         c = layout.config
         if self.journal is None:
             return None
@@ -269,9 +279,8 @@ class Checkpointing:
         return GroupJournal(self.journal, settings)
 
     def finish(self, step: int) -> None:
-        """Waits until the checkpoint of `step`, the last of this process, is on disk. Then drops the groups of earlier
-        steps from the journal. Raises StorageFailure if the checkpoint could not be written.
-        """
+        """Waits until the checkpoint of `step`, the last of this process, is on disk. Then the journal loses the groups
+        of all steps up to `step`. Raises StorageFailure if the checkpoint could not be written."""
         self.checkpoints.wait()
         self._prune_journal(step)
 
@@ -281,7 +290,7 @@ class Checkpointing:
         return taken
 
     def close(self) -> None:
-        """Finishes the checkpoint and the journal that are being written, and ends their threads."""
+        """Finishes the checkpoint and the journal, and ends their threads. Raises StorageFailure if the save failed."""
         self.checkpoints.close()
         if self.journal is not None:
             self.journal.close()
@@ -291,7 +300,7 @@ class Checkpointing:
             self.journal.prune(steps)  # the journal counts steps from 0
 
     def _reference_of(self, step: int) -> int | None:
-        """The reference snapshot that a checkpoint needs; None where its record names none or cannot be read."""
+        """The number of the reference snapshot that a checkpoint needs; None if its record names none or is refused."""
         try:
             return self.checkpoints.record(step).get("reference", {}).get("number")
         except integrity.Refused:

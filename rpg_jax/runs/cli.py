@@ -42,7 +42,7 @@ _EXTRAS = dict.fromkeys(("aiohttp", "grpc", "prometheus_client"), "rpg_jax[serve
 
 
 class Ended(RuntimeError):
-    """An open run that ends with an error: the command prints the message and ends with the exit code `code`."""
+    """Ends a command whose run is open: `run` prints the message and returns the exit code `code`."""
 
     def __init__(self, message: str, code: int):
         super().__init__(message)
@@ -50,7 +50,8 @@ class Ended(RuntimeError):
 
 
 class RunLost(ValueError):
-    """A run that another start cannot mend: the command ends with `GAVE_UP`, and a supervisor starts it no more."""
+    """Ends a run that another start cannot mend. `run_is_open` gives it the exit code `GAVE_UP`: no supervisor starts
+    the command again."""
 
 
 @contextlib.contextmanager
@@ -58,8 +59,7 @@ def run_is_open() -> Iterator[None]:
     """Marks the part of a command in which the run is open: the config was accepted, so no error is the user's.
 
     A ValueError or an OSError of the block becomes `Ended`: the command ends with one line and the exit code `FAILED`,
-    and the same command continues the run. `RunLost` ends the command with `GAVE_UP`.
-    """
+    and the same command continues the run. `RunLost` becomes an `Ended` with the exit code `GAVE_UP`."""
     try:
         yield
     except RunLost as error:
@@ -72,25 +72,26 @@ class Parser(argparse.ArgumentParser):
     """The flags of a command. An error is one line. In a command with a config, --help lists the config fields."""
 
     def add_config(self, default: str | None = None) -> None:
-        """Takes --config=FILE, else `default` is the file, and --config.FIELD=VALUE as overrides of its fields."""
+        """Adds --config=FILE, by default `default` (None: no config), and --config.FIELD=VALUE, which change fields."""
         shipped = ", ".join(config_files.shipped())
         self.add_argument("--config", metavar="FILE", default=default, help=f"the experiment: {shipped}")
         self.add_argument("--config.FIELD", metavar="VALUE", help="a changed field, as --config.seed=1")
 
     def add_switch(self, name: str, *, help: str) -> None:
-        """Takes --NAME, --NAME=BOOL, and --noNAME; the option is False by default. `help` is its line in --help."""
+        """Adds --NAME, --NAME=BOOL, and --noNAME; the option is False by default. `help` is its line in --help."""
         self.add_argument(f"--{name}", nargs="?", const=True, default=False, type=_boolean, metavar="BOOL", help=help)
         self.add_argument(f"--no{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
 
     def add_beside(self, help: str) -> None:
-        """Takes --beside=FIELD=VALUE,FIELD=VALUE any number of times: `beside` is a list of texts for `settings`."""
+        """Adds --beside=FIELD=VALUE,FIELD=VALUE, any number of times. The option is a list of texts, for `settings`."""
         self.add_argument("--beside", metavar="FIELD=VALUE", action="append", default=[], help=help)
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
-        """The options of a command line; `overrides` are the arguments that change the config, as --config.seed=1.
+        """The options in `argv`, which lacks the program's name. The option `overrides` is a list of the arguments that
+        change the config, as "--config.seed=1"; without a --config it is empty. --help prints the help and exits.
 
-        Raises ValueError for an argument that the command does not take, with the nearest flag, and for a wrong value.
-        """
+        Raises ValueError for an argument that the command does not take (the message has the nearest flag), for a wrong
+        value, and for an argument that is no UTF-8."""
         if broken := [argument for argument in argv if any("\ud800" <= c <= "\udfff" for c in argument)]:
             raise ValueError(f"{broken[0]!r} is no text in UTF-8")
         options, rest = self.parse_known_args(argv)
@@ -109,8 +110,8 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
-        """Raises ValueError with `message`, in place of argparse's exit: `run` makes one line of it."""
-        raise ValueError(message)  # `run` makes one line of it
+        """Raises ValueError with `message`, where argparse would exit: `run` prints the message as one line."""
+        raise ValueError(message)
 
     def format_help(self) -> str:
         """The help of all flags, and in a command with a config a line for every field, its default and its meaning."""
@@ -126,7 +127,7 @@ class Parser(argparse.ArgumentParser):
 def settings(beside: Sequence[str]) -> dict[str, list[str]]:
     """The settings to compare, as {name: overrides}: "as given" without overrides, then each text of --beside.
 
-    "a=1,b=2" gives {"a=1,b=2": ["--config.a=1", "--config.b=2"]}. Raises ValueError for a text of another form.
+    The text "a=1,b=2" adds "a=1,b=2": ["--config.a=1", "--config.b=2"]. Raises ValueError for texts of another form.
     """
     found: dict[str, list[str]] = {"as given": []}
     for setting in beside:
@@ -140,8 +141,8 @@ def settings(beside: Sequence[str]) -> dict[str, list[str]]:
 def parser(name: str, description: str) -> Parser:
     """The parser of `python -m rpg_jax.NAME`, which is `rpg-NAME` where the package is installed.
 
-    A `name` with a dot is the whole name of a module outside the package. `description` begins --help.
-    """
+    A `name` with a dot is the whole name of a module outside the package. `description` begins --help. The parser has
+    the switch --debug."""
     script = f"rpg-{name}"
     made = Parser(
         prog=script if Path(sys.argv[0]).stem == script else f"python -m {name if '.' in name else f'rpg_jax.{name}'}",
@@ -160,16 +161,16 @@ def run(
     *,
     joins: bool = False,
 ) -> int:
-    """Reads the command line and calls `command` with the options; returns the exit code, 0 where `command` gives None.
+    """Reads the command line, calls `command` with the options, returns the exit code: that of `command`, 0 for None.
 
-    A user error, which is a `ValueError` or a missing package, ends in one line and `USAGE_ERROR`. Three errors end in
-    one line and `FAILED`: a file that cannot be read or written, a `ValueError` of storage that did not answer, and a
-    `ValueError` of an open run. Every other error is a bug and keeps its traceback: it is raised again, or printed
-    where the processes end together.
+    An error is printed as one line, and gives its `exit_code`. If the error has the text `ends_again`, the code is
+    `GAVE_UP`. Ctrl-C gives 130. A bug, and with --debug every error, keeps its traceback: the error is raised again;
+    it is printed instead if the processes end together, or with `ends_again`. --help raises SystemExit.
 
     Args:
-      argv: the arguments; None: this process's, and the process is prepared.
-      joins: the processes of several machines run the command together, and end together if one of them fails.
+      argv: the arguments without the program's name; None: this process's, and `prepare_process` is called.
+      joins: processes on several machines may run the command together (JAX_COORDINATOR_ADDRESS is set). If the command
+        fails in one of them, all end with its code.
     """
     if argv is None:
         prepare_process()
@@ -203,7 +204,10 @@ def run(
 
 
 def exit_code(error: Exception) -> int | None:
-    """The exit code of a command that `error` ends. None for a bug: the error then keeps its traceback."""
+    """The exit code of a command that `error` ends. None for a bug.
+
+    A ValueError and a missing package are the user's: `USAGE_ERROR`. An OSError, and a ValueError because storage did
+    not answer, give `FAILED`. `Ended` has its own code."""
     from rpg_jax.storage import errors  # it is light, but wrong flags need not wait for it
 
     if isinstance(error, Ended):
@@ -219,9 +223,9 @@ def ends_again(home: epath.Path, error: Exception, *, stepped: bool) -> str:
     """Why another start of the run in the folder `home` would end with `error` too; "" if another start may go on.
 
     A lack of memory comes again, and so does a bug before the first step (not `stepped`). For other errors, such as a
-    silent judge, `FAILURES` in the folder counts the starts that ended with the same text after the same checkpoint:
-    the third is the last. Errors of storage, of a lost process and of the user do not count.
-    """
+    silent judge, the file `FAILURES` in `home` counts the starts in a row that ended with the same text after the same
+    checkpoint; this call writes it. The third start is the last. Errors of storage, of a lost process and of the user
+    do not count."""
     import jax
 
     from rpg_jax.storage import checkpoints, errors
@@ -252,10 +256,9 @@ def in_words(error: Exception) -> str:
 
 
 def load_config(options: argparse.Namespace) -> config_files.Loaded | None:
-    """The config file that `options`, of `Parser.read`, name, with its overrides; None without --config.
+    """The config that --config and the overrides in `options` (from `Parser.read`) name; None without --config.
 
-    Raises ValueError for overrides without --config, or if a file, a field or a value is wrong.
-    """
+    Raises ValueError for overrides without --config, or if a file, a field or a value is wrong."""
     if options.config is not None:
         return config_files.load(options.config, options.overrides)
     if options.overrides:
@@ -264,7 +267,7 @@ def load_config(options: argparse.Namespace) -> config_files.Loaded | None:
 
 
 def number(kind: Callable[[str], Any], low: float, high: float = math.inf) -> Callable[[str], Any]:
-    """The type of a flag, for argparse: `kind`, such as int, of the text; the number must be in [`low`, `high`]."""
+    """The type of a flag, for argparse: a function that gives `kind` (int, float) of the text, in [`low`, `high`]."""
 
     def parse(text: str) -> Any:
         value = kind(text)
@@ -281,9 +284,8 @@ def keep_pages() -> bool:
     """Makes glibc take and return memory in pieces of 128 MiB; returns whether it could.
 
     XLA on CPU takes a program's buffers from malloc and frees them when the program ends. By default glibc then returns
-    most pages to the system, and they fault in again, zeroed, at the next call: a third of the time of a small step.
-    Call this before JAX starts its threads. Without glibc it does nothing.
-    """
+    most pages to the system, and the next call faults the pages in again, zeroed: a third of the time of a small step.
+    Call this function before JAX starts its threads. Without glibc it does nothing."""
     return _glibc("mallopt", -2, 1 << 27)  # M_TOP_PAD of glibc's malloc.h
 
 
@@ -291,18 +293,16 @@ def keep_buffers() -> bool:
     """Makes glibc keep freed buffers of any size for the next program; returns whether it could.
 
     A buffer that does not fit into the free memory would otherwise be mapped for one call and unmapped after it. The
-    process keeps its peak of memory. So call this where programs run on the CPU, and where no large model is copied.
-    """
+    process keeps its peak of memory. So call this where programs run on the CPU, and where no large model is copied."""
     never = (1 << 31) - 1
     return _glibc("mallopt", -4, 0) and _glibc("mallopt", -1, never)  # M_MMAP_MAX, M_TRIM_THRESHOLD
 
 
 def return_pages() -> bool:
-    """Gives the memory that glibc keeps of freed buffers back to the system; returns whether there was any.
+    """Gives memory of freed buffers, which glibc keeps, back to the system; returns whether there was any.
 
     A process that trains several models would otherwise grow with each model: the gaps that one run's buffers leave do
-    not fit the buffers of the next run.
-    """
+    not fit the buffers of the next run."""
     return _glibc("malloc_trim", 0)
 
 
@@ -316,8 +316,7 @@ def _glibc(function: str, *arguments: int) -> bool:
 
 def prepare_process() -> None:
     """Prepares the process of a command or worker. A crash prints the Python stacks. stdout and stderr print plain text
-    (`screen.guard`). Python's logs go through absl. Then it calls `prepare_libraries`.
-    """
+    (`screen.guard`). Python's logs go through absl. Then it calls `prepare_libraries`."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr is no file
         faulthandler.enable()
     screen.guard()
@@ -326,7 +325,8 @@ def prepare_process() -> None:
 
 
 def prepare_libraries() -> None:
-    """Prepares the process for libraries: malloc keeps pages, absl's flags are read, and Orbax and gcsfs log less."""
+    """Prepares the process for libraries: malloc keeps pages, absl's flags take their defaults, and Orbax and gcsfs log
+    less."""
     keep_pages()
     absl.flags.FLAGS.mark_as_parsed()  # Grain and Orbax read their defaults there
     absl.logging.set_verbosity(absl.logging.WARNING)  # Orbax reports every file it writes

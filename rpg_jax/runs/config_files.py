@@ -28,7 +28,7 @@ _ERRORS = (flags.Error, KeyError, AttributeError, OSError, TypeError, ValueError
 
 
 class Loaded(NamedTuple):
-    """A locked config, the path of its file, and its overrides, {dotted field: value}."""
+    """A locked config, the path of its file (with :VARIANT, if that was given), its overrides {dotted name: value}."""
 
     config: ConfigDict
     file: str
@@ -42,8 +42,8 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
       name: a path from the current folder, or a shipped config, with or without "configs/" and ".py".
       overrides: arguments as --config.FIELD=VALUE.
 
-    Raises ValueError if there is no such file, variant or field, or a value has another type. The file is executed.
-    """
+    Raises ValueError if there is no such file, variant or field, if a value has another type, or for an argument that
+    is no override. The file is executed; a bug in it, such as a SyntaxError, is raised as it is."""
     file, colon, variant = name.partition(":")
     _make_importable()
     argv = ["", f"--config={find(file)}{colon}{variant}", *overrides]
@@ -66,8 +66,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
 def changed(config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
     """A locked copy of `config` with `changes`, {dotted name: value}. References to changed fields change too.
 
-    Raises ValueError if there is no such field, or a value has another type. `config` itself stays.
-    """
+    Raises ValueError if there is no such field, or a value has another type. None fits every type."""
     known, changing = fields(), copy.deepcopy(config)  # `ConfigDict(config)` would share its unset fields
     for name, value in changes.items():
         if name not in known:
@@ -84,7 +83,7 @@ def changed(config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
 
 
 def find(name: str) -> Path:
-    """The file of a config by its path, or by the name of a shipped config. Raises ValueError if there is none."""
+    """The file of the config `name`, which is as in `load`, without a variant. Raises ValueError if there is none."""
     for path in (Path(name), FOLDER.parent / name, FOLDER / name, FOLDER / f"{name}.py"):
         if path.is_file():
             return path
@@ -110,7 +109,7 @@ def fields() -> dict[str, Field]:
 
 
 def retired(name: str, value: Any = None) -> Retired | None:
-    """The row that retires the field `name`, or its value `value`; None if neither is retired."""
+    """The row that retires the field `name`, or its value `value` (None: no value); None if neither is retired."""
     return next((row for row in all_retired() if row.concerns(name, value)), None)
 
 
@@ -123,8 +122,7 @@ def all_retired() -> Sequence[Retired]:
 def nearest(name: str) -> str:
     """The field that a wrong name means, found by initials (`lr`), by the last part of the name, or by its letters.
 
-    For a name without a section the answer may list several fields, as "a.size or b.size".
-    """
+    For a name without a section the answer may list several fields, as "a.learning_rate or b.learning_rate"."""
     known, last = fields(), name.rpartition(".")[2]
 
     def initials(field: str) -> str:
@@ -137,14 +135,14 @@ def nearest(name: str) -> str:
 
 
 def _make_importable() -> None:
-    """Lets config files import each other as `configs.x`: shipped files, and files in configs/ of this folder."""
+    """Lets config files import each other as `configs.x`: shipped files, and files of ./configs."""
     package = types.ModuleType("configs")
     package.__path__ = [str(FOLDER), str(Path("configs").resolve())]
     sys.modules.setdefault("configs", package)
 
 
 def _explained(error: Exception, overrides: Sequence[str]) -> str:
-    """One line for an error of config_flags. For an unknown field the line names the nearest field."""
+    """A line that explains `error` of config_flags. For an unknown field in `overrides` it names the nearest field."""
     known = fields()
     for argument in overrides:
         match = OVERRIDE.match(argument)
@@ -170,9 +168,8 @@ def _explained(error: Exception, overrides: Sequence[str]) -> str:
 class Unset:
     """The default of a field that has no value yet, only the type `kind`.
 
-    `optional(kind)`: the field is off, or derived from others. `from_method(kind)`: `resolve` takes its value from the
-    row of `rpg_jax.losses.METHODS` that `config.method` names.
-    """
+    `optional(kind)`: the field is off, or derived from others. `from_method(kind)` sets `by_method`: `resolve` takes
+    the value from the row of `rpg_jax.losses.METHODS` that `config.method` names."""
 
     kind: type
     by_method: bool = False
@@ -236,8 +233,7 @@ class Field:
     def check(self, name: str, value: Any) -> None:
         """Raises ValueError if `value` is no choice, is outside the range, or is None though the default is a value.
 
-        The message names the field by `name`, its dotted name. The type of `value` is not checked.
-        """
+        The message names the field by `name`, its dotted name. The type of `value` is not checked."""
         names = self.names
         if value is None and not isinstance(self.default, Unset):
             raise ValueError(f"{name}=None: the field is always set; its default is {self.initial}")
@@ -255,9 +251,8 @@ class Field:
     def check_stored(self, name: str, value: Any, file: Path) -> None:
         """Raises ValueError if `value`, which a run's config `file` has for the field `name`, cannot be a value of it.
 
-        It has another type, is outside the range, or is no choice. Choices from a table are not checked: the table does
-        not have the user's own functions. None is right where the default is unset.
-        """
+        A wrong value has another type, is outside the range, or is no choice. Choices from a table are not checked: the
+        table does not have the user's own functions. None is right where the default is unset."""
         kinds = (self.kind, int) if self.kind is float else (self.kind,)
         if value is None and isinstance(self.default, Unset):
             return

@@ -52,10 +52,10 @@ class Drift:
     where the completions are drawn at the temperature of `logprobs`. It can be negative by chance.
 
     Attributes:
-      snapshots: hold the initial policy as number 0.
-      like: shapes, dtypes and shardings of the weights.
+      snapshots: hold the trained arrays of the initial policy as number 0.
+      like: the `ShapeDtypeStruct`s of the trained arrays, with shardings.
       pack: groups -> micro-batches.
-      logprobs: (weights, rows) -> log-probs and entropies f32[B, C].
+      logprobs: (trained arrays, rows) -> (log-probs f32[B, C], entropies f32[B, C], a value that is not read).
       start: the step before the run's first step; 0, or the step of the parent that the run begins from.
     """
 
@@ -66,13 +66,14 @@ class Drift:
     start: int = 0
 
     def begin(self, params: Any) -> None:
-        """Keeps `params`, the initial policy's trained arrays, as a snapshot on disk."""
+        """Starts to write `params`, the initial policy's trained arrays, as a snapshot on disk."""
         self.snapshots.save(0, params)
 
     def metrics(self, groups: Sequence[Group], params: Any) -> dict[str, float]:
-        """The "entropy" (nats per token), "initial_kl" and "initial_kl_error" (nats per completion) of groups that
-        `params` sampled. The standard error is clustered by prompt. Raises Refused if the initial snapshot is damaged.
-        """
+        """The "entropy" (nats per token), "initial_kl" and its standard error "initial_kl_error" (nats per completion).
+
+        `params`, the trained arrays, have sampled the `groups`. The error is clustered by prompt, and nan for a single
+        group. Raises Refused, a ValueError, if the initial snapshot is missing or damaged."""
         batch, initial = self.pack(groups), self.snapshots.restore(0, self.like)
         rows = [b.rows.unrouted for b in batch.batches]
         present, entropies = zip(*(self.logprobs(params, own)[:2] for own in rows), strict=True)
@@ -94,8 +95,9 @@ class HeldOut:
     Attributes:
       sets: problems by the name of their set.
       generate: draws groups by `rollout`, with random numbers that training does not use.
-      scorer: reads the answers in completions; it has scored the groups of `generate`.
-      optimizer: has the weights to evaluate, for instance an average.
+      scorer: scores the groups of `generate`, and reads the answers in completions.
+      rollout: samples; training samples with it too.
+      optimizer: says which weights to evaluate: those of the state, or an average.
       drift: measures how far the policy is from the policy before the first step; None measures nothing.
     """
 
@@ -107,10 +109,10 @@ class HeldOut:
     drift: Drift | None = None
 
     def evaluate(self, step: int, state: TrainState, collector: Collector) -> dict[str, float]:
-        """Returns the scores after step `step`: "eval/<set>/<score>" of each set, and the means "eval/accuracy",
-        "eval/reward". Sampling by `collector` pauses meanwhile. Afterwards the rollout has the weights of `state`. The
-        evaluation before the run's first step keeps the initial policy for `drift`.
-        """
+        """Returns the scores after step `step`, as `with_mean` has them. All processes call together.
+
+        Sampling by `collector` pauses meanwhile. Afterwards the rollout has the weights of `state`. The evaluation
+        before the run's first step keeps the initial policy for `drift`. Raises RolloutError if sampling fails."""
         values: dict[str, float] = {}
         version = int(state.updates)
         with collector.exclusive():
@@ -132,8 +134,7 @@ def set_scores(
     name: str, groups: Sequence[Group], scorer: Scorer, more: Mapping[str, float] = MappingProxyType({})
 ) -> dict[str, float]:
     """The scores of the groups of the held-out set `name`, and the scores in `more`, as metrics "eval/<name>/<score>".
-    The first process says on stderr how many completions have no verdict.
-    """
+    `scorer` has scored the groups. The first process says on stderr how many completions have no verdict."""
     own = records(name, groups, scorer)
     if hosts.is_first() and (note := scores.without_verdict(name, own)):
         print(note, file=sys.stderr)
@@ -142,7 +143,8 @@ def set_scores(
 
 
 def with_mean(values: Mapping[str, float]) -> dict[str, float]:
-    """`values`, metrics "eval/<set>/<score>" of all sets, and their means "eval/accuracy" and "eval/reward"."""
+    """`values`, the metrics "eval/<set>/<score>" of all sets, and two means over the sets: "eval/reward", and
+    "eval/accuracy", which is the mean of "mean_at_k"."""
 
     def mean(score: str) -> float:
         return float(np.mean([value for key, value in values.items() if key.endswith(f"/{score}")]))
@@ -165,9 +167,9 @@ class Chunk:
 
 
 def plan(sets: Mapping[str, Sequence[Problem]], samples: Callable[[Problem], int], *, completions: int) -> list[Chunk]:
-    """Chunks of about `completions` completions, `samples(problem)` of each problem, in the order of sets and problems.
-    The problems of a chunk have equal numbers of completions.
-    """
+    """Chunks of at most `completions` completions, or of one problem that has more, in the order of sets and problems.
+    A chunk is of one set. `samples(problem)` is the number of a problem's completions; a chunk's problems have equal
+    numbers."""
     chunks: list[Chunk] = []
     for name, problems in sets.items():
         for k, alike in itertools.groupby(problems, key=samples):
@@ -181,10 +183,9 @@ def complete(
 ) -> Iterator[tuple[Chunk, list[Record]]]:
     """Yields each chunk with its records, in order. `file` then holds these records, one JSON object a line.
 
-    First, the chunks that the file holds whole are read, and a line that a kill cut short is removed. Then the other
-    chunks are sampled by `generate` as of step `step`, scored by `scorer` and appended. A separate call of the rollout
-    samples each chunk, so the bytes do not depend on the time of a kill.
-    """
+    The first chunks are read, as long as the file holds them whole. The rest of the file, which a kill may have cut
+    short, is removed, and the other chunks are sampled by `generate` as of step `step`, scored by `scorer` and
+    appended. A separate call of the rollout samples each chunk, so the bytes do not depend on the time of a kill."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
     size = 0
@@ -206,9 +207,9 @@ def complete(
 
 
 def records(name: str, groups: Sequence[Group], scorer: Scorer) -> list[Record]:
-    """One record for each completion of the groups of the held-out set `name`, in order: prompt, reference, completion,
-    answer read, verdict ("right", "wrong" or a kind of failure), reward, count of tokens, finish reason, digest.
-    """
+    """One record, a dict for JSON, for each completion of the groups of the held-out set `name`, in order: prompt,
+    reference, completion, the answer that `scorer` reads (None: none), verdict ("right", "wrong" or a kind of failure),
+    reward, count of tokens, finish reason, digest, and more."""
     found = []
     given = scorer.answers([group.problem for group in groups], [[*map(last_shown, g.texts)] for g in groups])
     for group, answers in zip(groups, given, strict=True):
@@ -259,19 +260,18 @@ def evaluate(
     api_key_file: str | None = None,
 ) -> dict[str, Any] | None:
     """Evaluates `policy` on the held-out sets of its config, prints the scores, and writes a folder of results. Returns
-    the scores by set, or None if Ctrl-C stopped it: an equal call continues. It closes the policy's experiment.
+    {set: its scores}, or None if Ctrl-C stopped the sampling: an equal call continues. Closes the policy's experiment.
 
     Args:
       name: the policy's name in titles and file names.
-      home: the folder of the results by default: they go into its folder `evaluations`.
+      home: without `out`, the results are in a folder inside its folder `evaluations`.
       k: completions per problem. None: as often as the source has the problem, if more than once; else `evaluation.k`.
-      out: the folder of the results; None: a folder in `home`, with a hash of the settings in its name.
-      server: the address of a server that samples in place of a rollout in this process, http://HOST:PORT.
+      out: the folder of the results; None: in `home`, with a hash of the settings in its name.
+      server: the address http://HOST:PORT of a server that samples; None: a rollout in this process samples.
       certificate: a PEM file to trust for the server; None: the system's.
       api_key_file: a file with the server's API key; None: the variable RPG_JAX_API_KEY, if it is set.
 
-    Raises ValueError if `out` holds another evaluation, and names what differs, or if a server cannot be used.
-    """
+    Raises ValueError if the folder holds another evaluation, with the difference, or if the server cannot be used."""
     experiment = policy.experiment
     if server and experiment.stage is not None:
         raise ValueError("--server draws completions of one turn: leave it out, and the environment is played here")
@@ -304,7 +304,7 @@ def evaluate(
 def _connected(
     experiment: Experiment, server: str, certificate: str | None, api_key_file: str | None, *, parallel: int
 ) -> Rollout:
-    """The rollout of a server, which samples `parallel` completions at a time."""
+    """The rollout of a server, which samples `parallel` completions at a time. Raises ValueError if none answers."""
     from rpg_jax.rollout.servers.rollout import connect  # needs aiohttp, which other evaluations may lack
     from rpg_jax.rollout.serving.access import ApiKey
 
@@ -346,12 +346,10 @@ def settings_of(policy: Policy, name: str, k: int | None, weights: str) -> dict[
 
 
 def open_folder(out: str | None, stem: Path, settings: dict[str, Any]) -> Path:
-    """Makes or reopens the folder of an evaluation, `out`, or if that is None, `stem` with a hash of `settings`;
-    returns it. settings.json in the folder holds the settings. The hash includes a secret of the user. So completions
-    that came with another person's run are never taken over.
-
-    Raises ValueError if the folder holds another evaluation (the message names what differs), or a link is in the way.
-    """
+    """Makes or reopens the folder of an evaluation, and returns the folder: `out`, or for None or "" `stem` with a hash
+    of `settings`. settings.json in the folder holds the settings. The hash includes a secret of the user. So
+    completions that came with another person's run are never taken over. Raises ValueError if the folder holds another
+    evaluation (the message names what differs), or a link is in the way."""
     text = to_json(settings, indent=1) + "\n"
     digest = hashlib.sha256(storage.files.secret() + text.encode()).hexdigest()[:8]
     folder = Path(out) if out else stem.with_name(f"{stem.name}-{digest}")
@@ -372,10 +370,9 @@ def open_folder(out: str | None, stem: Path, settings: dict[str, Any]) -> Path:
 def sample(
     experiment: Experiment, rollout: Rollout, file: Path, step: int, k: int | None, completions: int
 ) -> dict[str, list[Record]]:
-    """The records of every set, by its name. The records that `file` lacks are sampled with `k` completions per problem
-    (None: as often as the source has a problem, else `evaluation.k`) and added to the file. A call of the rollout
-    samples about `completions` completions. The random numbers depend on `step`.
-    """
+    """{set: its records}. The records that `file` lacks are sampled by `rollout` and added to the file: `k` completions
+    of a problem (None: as often as the source has the problem, if more than once; else `evaluation.k`). A call of the
+    rollout samples at most `completions` completions. The random numbers depend on `step`. Shows the progress."""
     c = experiment.config
     chunks = plan(
         experiment.task.held_out,
@@ -394,9 +391,8 @@ def sample(
 
 
 def show(title: str, settings: dict[str, Any], records: dict[str, list[Record]], folder: Path) -> dict[str, Any]:
-    """Writes scores.json and scores.md to `folder`, and returns the scores of the sets by name. Prints a table with a
-    row for each set, and how many completions have no verdict.
-    """
+    """Writes scores.json and scores.md to `folder`, and returns {set: its scores}. Prints a table named `title`, with a
+    row for each set, and how many completions have no verdict."""
     by_set = {name: scores.summarise(own) for name, own in records.items()}
     write_atomically(folder / "scores.json", to_json({"settings": settings, "sets": by_set}, indent=1) + "\n")
     write_atomically(folder / "scores.md", scores.markdown(title, settings, by_set))

@@ -43,9 +43,8 @@ class Experiment:
     """The parts of one config that train, evaluate, sample, serve and export share. The weights are not among them.
 
     `layout` has the model, the meshes and the resolved config; `task` has the problems. `notes` are lines for people on
-    splits that lost problems. `stage` plays the config's environment; None without one. `handed` are the rewards, the
-    environment and the loss of a Python program, by their names in the config.
-    """
+    splits that lost problems. `stage` plays the config's environment; None without an environment. `handed` are the
+    rewards, the environment and the loss of a Python program, {name in the config: object}."""
 
     layout: Layout
     tokenizer: data.Tokenizer
@@ -72,12 +71,11 @@ class Experiment:
 
 @contextlib.contextmanager
 def entered(config: ConfigDict, **how: Any) -> Iterator[tuple[Experiment, storage.Folder, contextlib.ExitStack]]:
-    """Opens a run that begins or continues. Yields (its experiment, its folder, a stack of things to close at its end).
+    """Opens a run that begins or continues. Yields (the run's experiment, its folder, a stack that the end closes).
 
     All processes of the run enter together. In the block the run's mesh is active, and no other run writes to the
     folder. The keywords `how` go to `open_experiment`. Prints the experiment's notes. Raises ValueError if the
-    processes differ, the folder is in use or belongs to another config, or `open_experiment` refuses the config.
-    """
+    processes differ, the folder is in use or belongs to another config, or `open_experiment` refuses the config."""
     processes.check(config)
     if processes.platform() == "cpu":
         cli.keep_buffers()
@@ -99,18 +97,17 @@ def open_experiment(
     answers: bool = True,
     handed: Handed = NOTHING,
 ) -> Experiment:
-    """Makes everything but weights. All processes of a run call together.
+    """Makes everything but weights from the resolved `config`. All processes of a run call together.
 
     Args:
-      run_dir: a local folder. It keeps the tokenizer that is trained if the config names none and no model.
+      run_dir: a local folder. It keeps the tokenizer that is trained if the config names neither tokenizer nor model.
       train: loads the training problems, and checks that training fits the memory. False: a mesh that does not fit the
         devices is replaced, with a line on stderr.
       held_out: loads the problems of evaluations. Without `train` and `held_out`, no task or environment is imported.
       answers: drops problems without an answer, if the rewards need answers.
-      handed: objects of a Python program, by their names in the config. An environment among them is played.
+      handed: objects of a Python program, {name in the config: object}; `environment.name` may be among the names.
 
-    Raises ValueError if there is no device, or if task, environment, tokenizer or layout refuse the config.
-    """
+    Raises ValueError if there is no device, or if task, environment, tokenizer or layout refuse the config."""
     processes.platform()
     if train:
         _check_model(config)
@@ -143,9 +140,8 @@ def _check_model(config: ConfigDict) -> None:
 
 def make_stage(config: ConfigDict, handed: Handed = NOTHING) -> Stage | None:
     """The environment `environment.name`, imported or taken from `handed` by this name; None if the config names none.
-    It may start worker processes, which its `close` ends. Raises ValueError if there is no such environment, it cannot
-    be made, or `rollout.driver` is lockstep in several processes.
-    """
+    The stage may start worker processes, which its `close` ends. Raises ValueError if there is no such environment, if
+    the environment cannot be made, or if `rollout.driver` is lockstep in several processes."""
     c = config.environment
     if c.name is None:
         return None
@@ -160,10 +156,10 @@ def make_stage(config: ConfigDict, handed: Handed = NOTHING) -> Stage | None:
 
 
 def open_tokenizer(config: ConfigDict, task: Task, run_dir: Path) -> data.Tokenizer:
-    """The tokenizer in the folder or hub address `model.tokenizer`, else `model.path`. If both are unset, `run_dir`
-    keeps a SentencePiece model, which the first call trains on `task.texts`; all processes of the run then call
-    together. Raises ValueError if a folder has no tokenizer, or there is no text to train on.
-    """
+    """The tokenizer in the folder or hub address `model.tokenizer`, else `model.path`. If both are unset, it is a
+    SentencePiece model, which the first call trains on `task.texts` and keeps in `run_dir`/tokenizer.model; all
+    processes of the run then call together. Raises ValueError if a folder has no tokenizer, or there is no text to
+    train on."""
     if address := config.model.tokenizer or config.model.path:
         return data.load_tokenizer(models.local_folder(address, weights=False))
     file = run_dir / "tokenizer.model"
@@ -180,9 +176,8 @@ def make_rollout(
 ) -> rollout.Rollout:
     """A rollout in this process with the policy's weights, by `rollout.driver`. A driver that samples on servers is
     replaced by the orchestrator. Several processes share one list of prompts, unless the driver is lockstep. `params`
-    are all weights, a nested dict of arrays, or the adapters of the frozen `base`. A `decoding` of the caller's own
-    (slots, lengths, mesh) is used with the driver lockstep.
-    """
+    are all weights, a nested dict of arrays, or the adapters of the frozen `base`. `decoding` None: `make_decoding`
+    chooses slots, lengths and mesh; a `decoding` of the caller's own is used with the driver lockstep."""
     merge, chosen = layout.config.model.lora.merged, layout.config.rollout.driver
     if decoding is not None:
         chosen = "lockstep"
@@ -201,8 +196,8 @@ def make_scorer(
 ) -> rewards.Scorer:
     """The scorer of the config's rewards. `functions` are a Python program's rewards, by their names in
     `rewards.parts`. `begins`: the run is new, and a grade (not 1, 0 or -1) that decides accuracy without
-    `rewards.right_above` is an error; otherwise a line notes it. Raises ValueError for unknown rewards and options.
-    """
+    `rewards.right_above` is an error of the scorer; otherwise a line notes the grade. Raises ValueError for unknown
+    rewards and options. The caller closes the scorer."""
     c = config.rewards
     weights, options = reward_arguments(config)
     how = {"workers": c.workers, "deadline_s": c.deadline_seconds, "accuracy": c.accuracy, "right_above": c.right_above}
@@ -221,8 +216,7 @@ def make_generator(
 ) -> GroupGenerator:
     """Makes the function from problems to groups of `group_size` completions, which `own` draws and `scorer` scores.
     Random numbers follow from `seed`, step and problem. The config's environment answers each turn of the policy.
-    Groups that `journal` has are not sampled again.
-    """
+    Groups that `journal` (None: there is no journal) has are not sampled again."""
     c, play = experiment.config, None
     if experiment.stage is not None:
         observations = Observations(experiment.tokenizer, thinking=c.task.thinking)
@@ -248,8 +242,7 @@ def make_generator(
 
 def evaluation_generator(experiment: Experiment, own: rollout.Rollout, scorer: rewards.Scorer) -> GroupGenerator:
     """The function from problems to scored groups for evaluations: `evaluation.k` completions each, drawn by `own` at
-    `evaluation.temperature` and scored by `scorer`. Its seed is not training's, so evaluations never change training.
-    """
+    `evaluation.temperature` and scored by `scorer`. Its seed is not training's, so both draw other random numbers."""
     c = experiment.config.evaluation
     seed = (experiment.config.seed + 0x5EED) % 2**31
     return make_generator(experiment, own, scorer, temperature=c.temperature, group_size=c.k, seed=seed)
@@ -257,7 +250,7 @@ def evaluation_generator(experiment: Experiment, own: rollout.Rollout, scorer: r
 
 class DataSettings(NamedTuple):
     """How a config reads rows from `sources`, files or data sets, and shows them to the policy. `template` None keeps
-    the data's own prompts. `max_tokens` limits a demonstration. `stage` plays the environment; None without one."""
+    the data's own prompts. `max_tokens` limits a demonstration. `stage` plays the environment; None: there is none."""
 
     sources: list[str]
     template: str | None
@@ -272,9 +265,8 @@ def data_settings(file: str, overrides: Sequence[str]) -> DataSettings:
     """The settings by which the config in `file` reads its data. `overrides` are flags, as "--config.seed=1".
 
     Loads the problems and the demonstrations, and starts the environment, which the caller closes. If the config names
-    no tokenizer, one is trained, and its file is deleted. Raises ValueError if the config is wrong, `task.name` is not
-    "files", or the data or the environment could not start a run.
-    """
+    neither tokenizer nor model, a tokenizer is trained, and its file is deleted. Raises ValueError if the config is
+    wrong, `task.name` is not "files", or the data or the environment could not start a run."""
     config = with_method(config_files.load(file, overrides).config)
     if config.task.name != "files":
         raise ValueError(
@@ -295,7 +287,7 @@ def data_settings(file: str, overrides: Sequence[str]) -> DataSettings:
 
 
 def _decoding_base(layout: Layout, decoding: rollout.Decoding, base: models.Base) -> models.Base:
-    """The frozen weights for decoding: the trainer's own, or a copy in another layout or in 8 bits."""
+    """The frozen weights for decoding: `base` itself, the trainer's, or a copy in another layout or in 8 bits."""
     if not memory.has_copy(layout, decoding):
         return base
     weights, where = base.weights, jax.tree.map(lambda x: x.sharding, memory.decoding_base(layout, decoding).weights)
@@ -309,9 +301,8 @@ def _decoding_base(layout: Layout, decoding: rollout.Decoding, base: models.Base
 
 def input_digests(experiment: Experiment) -> dict[str, str]:
     """{name: SHA-256} of tokenizer, the model's dimensions, loaded problems and demonstrations. A name is the config
-    field, for a held-out set with the set; a built-in task has "task". If adapters train without a warm start, the
-    weights of the model are "model.path (weights)".
-    """
+    field, for a held-out set "FIELD: SET"; without files the fields are "task" and "task, held out". If adapters of
+    `model.path` train without a warm start, the files of the weights are "model.path (weights)"."""
     task, name = experiment.task, experiment.config.task.name
     train, held_out = ("task.train", "task.held_out_sets") if name == "files" else ("task", "task, held out")
     found = {"model.tokenizer": experiment.tokenizer.digest(), "model.path": model_digest(experiment.layout.model)}
@@ -335,9 +326,8 @@ def model_digest(model: models.DecoderConfig) -> str:
 
 
 def code_digests(config: ConfigDict, handed: Handed = NOTHING) -> dict[str, str]:
-    """{"FIELD (module:name)": SHA-256} of the user's own code that the config names, and of the modules that it
-    imports. An object in `handed`, by "module:name", has the digest of its source text. Nothing is imported.
-    """
+    """{"FIELD (module:name)": SHA-256} of the user's own code that the config names, and of the modules that the code
+    imports. An object in `handed`, by "module:name", has the digest of its source text. Nothing is imported."""
     return {
         f"{field} ({name})": digest
         for path, field in own_code(config).items()
@@ -363,10 +353,11 @@ def check_inputs(experiment: Experiment, folder: Path, *, begins: bool) -> dict[
     """Compares the run's inputs with `folder`/inputs.json; returns {name: SHA-256} of the present inputs. Collective.
 
     Inputs that are not loaded are not compared. The user's code is compared if there are problems or demonstrations to
-    train on; a teacher's weights and a rehearsal, if there are problems. If the run `begins`, the file is written.
+    train on; a teacher's weights and a rehearsal, if there are problems. If the run `begins`, the file is written, and
+    the inputs of the first process are those to compare with.
 
-    Raises ValueError if an input has changed without `run.accept_changes` or differs between hosts, and names it.
-    """
+    Raises ValueError, which names the inputs, if an input has changed or differs from that of the first process. With
+    `run.accept_changes` a line names the inputs instead, and the file gets the new digests."""
     found, task = input_digests(experiment), experiment.task
     if task.train or task.demonstrated:
         found |= code_digests(experiment.config, experiment.handed)
@@ -391,10 +382,10 @@ def check_inputs(experiment: Experiment, folder: Path, *, begins: bool) -> dict[
 
 
 def note_start(folder: Path, checksum: int, parent: checkpointing.Parent | None = None) -> None:
-    """Adds to `folder`/inputs.json the checksum of the first weights; with adapters, the checksum of the frozen
-    weights. Runs are compared only if they begin with equal weights; a warm start gives other weights on another
-    machine. A branch also notes its `parent` as "runs/A@100". Only the first process of a run writes.
-    """
+    """Adds to `folder`/inputs.json the `checksum` of the first weights: of the frozen weights if a run begins with new
+    adapters, of the trained arrays of its parent in a branch. Runs are compared only if they begin with equal weights;
+    a warm start gives other weights on another machine. A branch also notes its `parent` as "/home/me/runs/A@100". Only
+    the first process writes."""
     if hosts.is_first():
         known = read_if_there(folder / INPUTS) | {START: f"{checksum:016x}"}
         known |= {} if parent is None else {PARENT: parent.name}
