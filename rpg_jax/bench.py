@@ -41,15 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def bench(options: argparse.Namespace) -> None:
-    """Prints every measurement of the command in `options` as soon as it is there. A list of measurements is printed
-    side by side in a table, or with --json on a line each."""
+    """Runs `options.measure`, the command's function, and prints each measurement as soon as it is there. A list of
+    measurements is printed side by side in a table, or with --json on a line each."""
     for found in options.measure(options):
         results = found if isinstance(found, list) else [found]
         print("\n".join(map(to_json, results)) if options.json else _table(results), flush=True)
 
 
 def _table(results: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each field, and a column for each result."""
+    """A text with a line for each field, and a column for each result. All results have the same fields in order."""
     columns = [[cell(value) for value in result.values()] for result in results]
     widths = [max(16, *map(len, column)) for column in columns]
     return "\n".join(
@@ -59,8 +59,8 @@ def _table(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def cell(value: Any) -> str:
-    """A value as the tables show it: numbers with separators, floats with at most four digits after the point or in
-    powers of ten, a dict as its entries that are not ""."""
+    """A value as the tables show it. Integers have separators. A float has four digits after the point, none from 1,000
+    on, and a power of ten below 0.001. A dict is a list of its entries "NAME VALUE" that are not ""."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {one}" for name, one in value.items() if one != "")
     if isinstance(value, float):

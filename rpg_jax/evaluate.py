@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     """Checks the flags, evaluates the policy, and writes the results. `options` has the flags of the command. Returns
-    the exit code: 0, or 130 if a signal stopped the evaluation; the same command continues it. Raises ValueError if the
-    flags do not name one policy, or do not fit together."""
+    the exit code: 0, or 130 if Ctrl-C stopped the evaluation, which the same command continues. Raises ValueError if
+    the flags do not name one policy or do not fit together, and as `evaluation.evaluate`."""
     loaded = cli.load_config(options)
     if (options.run is None) == (options.folder is None):
         raise ValueError("which policy? Give either --run=runs/NAME or --folder=MODEL with --config=FILE")
@@ -79,7 +79,8 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def changes(options: argparse.Namespace) -> dict[str, Any]:
-    """The values of the config fields that the flags replace, by dotted name; a flag that is None replaces none."""
+    """{dotted name: value} of the config fields that the flags in `options` replace. A flag that is None replaces no
+    field, except that --sets without --problems takes all problems."""
     from rpg_jax.rewards.callables import in_file
 
     sets = options.sets is not None

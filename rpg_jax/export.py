@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def export(options: argparse.Namespace) -> None:
-    """Writes the folder --out, and prints so. Raises ValueError if flags are missing or clash, or it holds files."""
+    """Writes the folder --out of `options`, the flags, and prints a line. Raises ValueError if flags are missing or
+    clash, if the folder holds files, or if there is no such run or checkpoint."""
     if options.run is None or options.out is None:
         raise ValueError("give the run and where to write it: --run=runs/NAME --out=FOLDER")
     from rpg_jax.runs.policy import Policy, export_adapters, free_folder  # loads JAX: wrong flags need not wait for it

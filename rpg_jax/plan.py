@@ -67,8 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Compiles or estimates by `options`, and prints. Returns 1 if the config does not fit, else 0. Raises ValueError
-    for an unknown slice, for a config that cannot run, and where there is no compiler."""
+    """Compiles or estimates by `options`, the flags, and prints the plan. Returns 0 if the config (with --search the
+    fastest settings, with --beside the config without them) fits, else 1. Raises ValueError for an unknown slice, for a
+    config that cannot run, where there is no compiler, and if --search finds nothing that fits by arithmetic."""
     if options.get_compiler:
         print(topologies.get_compiler())
         return 0
@@ -117,8 +118,8 @@ def show(
     console: Console | None = None,
 ) -> None:
     """Prints tables of the programs' memory and speed and of the step, and whether all programs fit, on `console`
-    (None: stdout). docs/plan.md explains the columns. `figures` is the result of `run_plan.step_figures`; {}: no table.
-    """
+    (None: stdout). docs/plan.md explains the columns. `programs` are {name: program}; `figures` is the result of
+    `run_plan.step_figures`, or {} for no table of the step."""
     console = console or screen.console()
     console.print(_memory(topology, programs), _speed(topology, programs))
     if figures:
@@ -136,8 +137,8 @@ def show(
 
 
 def show_settings(topology: Topology, found: Mapping[str, Estimate]) -> None:
-    """Prints a row for each of the first eight settings in `found`, which has their estimates by name: trained numbers,
-    bytes on a chip, and the expected step, which is "no room" if the setting does not fit."""
+    """Prints a row for each of the first eight settings in `found`, {name: estimate}: the count of trained numbers, GiB
+    on a chip, and the seconds of the expected step, or "no room" if the setting does not fit."""
     console, shown = screen.console(), list(found.items())[:8]
     table = []
     for number, (_, one) in enumerate(shown, 1):
@@ -161,9 +162,9 @@ def as_json(
     figures: Mapping[str, Any],
     settings: Mapping[str, Estimate],
 ) -> dict[str, Any]:
-    """The plan as one JSON object: the slice; "fits", None without programs; the programs by name; "step", the
-    `figures` of `run_plan.step_figures`; and the `settings` compared by arithmetic. Bytes and seconds are of one chip.
-    """
+    """The plan as a dict for JSON: the slice; "fits", whether all programs fit, None without programs; the programs by
+    name; "step", the `figures` of `run_plan.step_figures`; and the `settings` compared by arithmetic, by name. Bytes
+    and seconds are of one chip."""
     chip = topology.chip
     return {
         "topology": topology.name,
@@ -241,7 +242,7 @@ def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Ta
 
 
 def _figure(x: float) -> str:
-    """A number with three digits."""
+    """A number x ≥ 0 with three digits, or all digits before the point."""
     return f"{x:,.0f}" if x >= 100 or x == 0 else f"{x:.{max(0, 2 - math.floor(math.log10(x)))}f}"
 
 

@@ -27,12 +27,13 @@ from rpg_jax.runs import cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command with these arguments (None: of `sys.argv`). Returns its exit code: 0 if all runs ended well."""
+    """Runs the command with the arguments `argv` (None: this process's). Returns the exit code: 0 if all runs ended
+    well, 1 if one failed, 2 for wrong flags, 130 for Ctrl-C."""
     given = list(sys.argv[1:] if argv is None else argv)
     separator = given.index("--") if "--" in given else len(given)
 
     def reproduce(options: argparse.Namespace) -> int:
-        """Makes the table that the options ask for. Returns the exit code."""
+        """Makes the table that the options ask for, prints the failed runs and the page, and returns the exit code."""
         began, extra = time.perf_counter(), given[separator + 1 :]
         failed: dict[str, Path] = {}
         try:
@@ -55,10 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _table_and_options(
     options: argparse.Namespace, extra: Sequence[str], command: str
 ) -> tuple[str, Table, TableOptions]:
-    """The name of the table, the table, and how it is run.
-
-    Raises ValueError for options that do not go together, or a value that one of them does not take.
-    """
+    """(the name of the table, the table, how the table is run). `extra` are the arguments after --, for every run;
+    `command` is the text that the page names as its origin. Raises ValueError for options that do not go together, or
+    wrong values."""
     extra = [*options.overrides, *extra]
     if bool(options.sweep or not options.table and options.methods) == bool(options.table):
         raise ValueError(
@@ -95,8 +95,8 @@ def _table_and_options(
 def _data_file(options: argparse.Namespace, extra: Sequence[str]) -> Path:
     """The file that `--from-data` names. Without a name: the table's file that comes with the code.
 
-    Raises ValueError for an option that only runs take, and where neither a table nor a file is given.
-    """
+    Raises ValueError for an option that only runs take, arguments `extra` after -- included, and where neither a table
+    nor a file is given."""
     runs_only = ("sweep", "config", "methods", "seeds", "jobs", "with_data", "quick")
     given = [f"--{name.replace('_', '-')}" for name in runs_only if getattr(options, name)]
     if given := [*given, *options.overrides, *extra]:
@@ -126,7 +126,7 @@ def seeds(text: str | None) -> list[int]:
 
 
 def _command(given: Sequence[str]) -> str:
-    """Returns the command that a page names as its origin, without `--out`, which is a folder of one machine."""
+    """The command with the arguments `given`, as a page names its origin: without `--out`, a folder of one machine."""
     pairs = zip(["", *given], given, strict=False)
     kept = [word for before, word in pairs if before != "--out" and word.partition("=")[0] != "--out"]
     return shlex.join(["python", "-m", "rpg_jax.reproduce", *kept])

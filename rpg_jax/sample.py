@@ -38,8 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def sample(options: argparse.Namespace) -> None:
-    """Prints each prompt and, indented, its completions; with --chat it chats. `options` has the flags of the command.
-    A completion that the limit of tokens cuts ends with "…". Raises ValueError if the flags do not fit together."""
+    """Prints each prompt and, indented, its completions; with --chat calls `chat`. `options` has the flags of the
+    command. A completion that the limit of tokens cuts ends with "…". Raises ValueError if the flags do not fit
+    together, or there is no such run or model."""
     loaded = cli.load_config(options)
     if options.chat:
         chat(options, loaded)
@@ -85,8 +86,9 @@ def chat(options: argparse.Namespace, loaded: config_files.Loaded | None) -> Non
 
 def play(config: ConfigDict, seed: int, read: Callable[[str], str] = input) -> None:
     """A person is the policy: answers a problem of the config's environment turn by turn, and sees the rewards. The
-    problem is number `seed`, modulo their number, of the first held-out set. `read` shows a prompt and returns the
-    typed line; an empty line or the end of the input ends the conversation."""
+    problem has the number `seed`, modulo the number of problems, in the first held-out set. `read` shows a prompt and
+    returns the typed line. The conversation ends with an empty line, the end of the input, the environment's word or
+    failure, or after `environment.max_turns` turns."""
     from rpg_jax.runs.experiment import make_stage  # loads JAX
     from rpg_jax.runs.problems import Task
 
@@ -112,7 +114,8 @@ def play(config: ConfigDict, seed: int, read: Callable[[str], str] = input) -> N
 
 def talk(opened: Policy, temperature: float, seed: int, read: Callable[[str], str] = input) -> None:
     """A person talks with a policy, which reads the whole conversation at every turn. Prints the answers in pieces.
-    `read` shows a prompt and returns the typed line; an empty line or the end of the input ends the conversation."""
+    `temperature` 0 is greedy. `read` shows a prompt and returns the typed line; an empty line or the end of the input
+    ends the conversation."""
     messages: list[dict[str, str]] = []
     while said := _line(read):
         messages.append({"role": "user", "content": said})

@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Checks the flags of the command, serves until a signal or --idle ends the server, and returns the exit code.
-    Raises ValueError if the flags do not name one policy, or do not fit together."""
+    """Checks `options`, the flags of the command, serves until a signal or --idle ends the server, and returns the exit
+    code. Raises ValueError if the flags do not name one policy or do not fit together, and as `policy_server.serve`."""
     if (options.announce or options.announce_name) and (options.http_port is None or not options.announce):
         raise ValueError("--announce=FOLDER, which --announce_name needs, is of the HTTP address: add --http_port=8000")
     if options.model is not None and options.config is None:  # the fields that a config would have

@@ -17,7 +17,7 @@ from rpg_jax.runs import cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command with the flags `argv`, by default the process's; returns the exit code (2: a user's error)."""
+    """Runs the command with the arguments `argv`, by default those of the process; returns its exit code."""
     parser = cli.parser("sft", __doc__)
     parser.add_config("configs/tiny.py")
     parser.add_argument("--out", help="folder for the trained policy, in Hugging Face layout")
@@ -26,9 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def sft(options: argparse.Namespace) -> int:
     """Names the run, resolves its config, trains, and exports the policy after the last update to `options.out`, if
-    that is given. Returns 0, or 128 plus the number of the signal that stopped the run, which then exports nothing.
-    Raises ValueError if the config does not fit or `options.out` holds files.
-    """
+    that is given. Returns 0, or 128 plus the number of the signal that stopped the run; nothing is exported then.
+    Raises ValueError if the config does not fit or `options.out` holds files."""
     config, file, overrides = cli.config_files.load(options.config, options.overrides)
     # They load JAX: wrong flags need not wait for it.
     from rpg_jax.runs import policy, processes, run_folder, supervised

@@ -178,7 +178,7 @@ def parent_of(config: ConfigDict, files: Path) -> Parent | None:
 def adopt_tokenizer(config: ConfigDict, files: Path) -> None:
     """Copies the tokenizer that the parent has trained to `files`, the local folder of a branch with this `config`.
 
-    Does nothing without `run.start_from`, if the config names a tokenizer or a model, if the parent trained none, or if
+    Does nothing without `run.start_from`, with `model.tokenizer` or `model.path`, if the parent trained none, or if
     `files` has one already. All processes call together, and the first writes."""
     own = files / "tokenizer.model"
     if not config.run.start_from or config.model.tokenizer or config.model.path or own.exists():

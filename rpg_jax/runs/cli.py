@@ -165,7 +165,8 @@ def run(
 
     An error is printed as one line, and gives its `exit_code`. If the error has the text `ends_again`, the code is
     `GAVE_UP`. Ctrl-C gives 130. A bug, and with --debug every error, keeps its traceback: the error is raised again;
-    it is printed instead if the processes end together, or with `ends_again`. --help raises SystemExit.
+    it is printed instead if the processes end together (a bug then gives `FAILED`), or with `ends_again`. --help raises
+    SystemExit.
 
     Args:
       argv: the arguments without the program's name; None: this process's, and `prepare_process` is called.

@@ -100,7 +100,8 @@ def open_experiment(
     """Makes everything but weights from the resolved `config`. All processes of a run call together.
 
     Args:
-      run_dir: a local folder. It keeps the tokenizer that is trained if the config names neither tokenizer nor model.
+      run_dir: a local folder. It keeps the tokenizer that is trained if neither `model.tokenizer` nor `model.path` is
+        set.
       train: loads the training problems, and checks that training fits the memory. False: a mesh that does not fit the
         devices is replaced, with a line on stderr.
       held_out: loads the problems of evaluations. Without `train` and `held_out`, no task or environment is imported.
@@ -264,9 +265,9 @@ class DataSettings(NamedTuple):
 def data_settings(file: str, overrides: Sequence[str]) -> DataSettings:
     """The settings by which the config in `file` reads its data. `overrides` are flags, as "--config.seed=1".
 
-    Loads the problems and the demonstrations, and starts the environment, which the caller closes. If the config names
-    neither tokenizer nor model, a tokenizer is trained, and its file is deleted. Raises ValueError if the config is
-    wrong, `task.name` is not "files", or the data or the environment could not start a run."""
+    Loads the problems and the demonstrations, and starts the environment, which the caller closes. If neither
+    `model.tokenizer` nor `model.path` is set, a tokenizer is trained, and its file is deleted. Raises ValueError if the
+    config is wrong, `task.name` is not "files", or the data or the environment could not start a run."""
     config = with_method(config_files.load(file, overrides).config)
     if config.task.name != "files":
         raise ValueError(

@@ -27,8 +27,9 @@ class Layout:
       mesh: the mesh of the devices that train.
       rules: map logical axes to axes of `mesh`.
       model, graphdef: the model's dimensions, and its Flax graphdef.
-      param_shapes, param_shardings: the shapes and shardings of the model's weights on `mesh`.
-      adapter_shapes, adapter_shardings: the shapes and shardings of the adapters; None if the run trains all weights.
+      param_shapes, param_shardings: nested dicts of the model's weights, without adapters: `ShapeDtypeStruct`s, and
+        shardings on `mesh`.
+      adapter_shapes, adapter_shardings: the same of the adapters; None if the run trains all weights.
       decoding_devices: the devices that decode together. They are all devices of `mesh`, the devices of one host, or
         devices that do not train.
       decoding_hosts: the number of hosts that decode by themselves, each a part of the prompts.
@@ -81,8 +82,7 @@ class Layout:
     @property
     def abstract_base(self) -> models.Base | None:
         """The frozen weights beside adapters as `ShapeDtypeStruct`s with shardings, in 8 bits if the config says so.
-        None if all weights are trained.
-        """
+        None if all weights are trained."""
         if self.lora is None:
             return None
         shapes, shardings = self.param_shapes, self.param_shardings
@@ -91,9 +91,8 @@ class Layout:
         return models.Base(abstract(shapes, shardings), self.lora.scale)
 
     def without_adapters(self, *, dtype: str, model: models.DecoderConfig | None = None) -> Layout:
-        """A layout on the same mesh, of the same model or of another `model`, without adapters: all weights may be
-        trained, and they have `dtype`. Its config is a changed copy.
-        """
+        """A layout on the same mesh, of the same model (None) or of another `model`, without adapters: all weights may
+        be trained, and they have the dtype named `dtype`. The config is a changed copy."""
         config = self.config.copy_and_resolve_references()
         config.model.lora.rank, config.model.param_dtype = 0, dtype
         model = model or self.model
@@ -121,15 +120,16 @@ def make_layout(
     host: Sequence[jax.Device] | None = None,
     device_memory: float | None = None,
 ) -> Layout:
-    """Makes the layout of a config. It makes no arrays.
+    """Makes the layout of a resolved config. Makes no arrays, and reads the dimensions of a model, but no weights.
 
     Args:
       vocab_size: entries of the vocabulary; read only if the config gives the model's dimensions.
-      devices: the devices that train and decode; by default all devices.
-      host: the devices of one host; by default those of this process.
+      devices: the devices that train and decode; None: all devices.
+      host: the devices of one host; None: those among `devices` that this process has.
       device_memory: bytes of a device. None: what this process's first device says, or unknown if `host` is given.
 
-    Raises ValueError if the mesh does not cover the devices that train, or the model or `rollout.devices` does not fit.
+    Raises ValueError if the mesh does not cover the devices that train, or model, sharding or `rollout.devices` do not
+    fit.
     """
     model = model_config(config, vocab_size)
     devices = list(jax.devices() if devices is None else devices)
@@ -156,9 +156,8 @@ def make_layout(
 
 
 def abstract_model(config: ConfigDict, model: models.DecoderConfig) -> tuple[Any, Any]:
-    """(the Flax graphdef of a model with the config's compute dtype and remat policy, its weights as
-    `ShapeDtypeStruct`s). The weights have `model.param_dtype`, or the compute dtype if the config has adapters.
-    """
+    """(the Flax graphdef of `model` with the config's compute dtype and remat policy, a nested dict of the weights as
+    `ShapeDtypeStruct`s). The weights have `model.param_dtype`, or the compute dtype if the config has adapters."""
     m = config.model
     compute_dtype = jnp.dtype(m.compute_dtype)
     dtype = compute_dtype if m.lora.rank else jnp.dtype(m.param_dtype)
@@ -166,9 +165,9 @@ def abstract_model(config: ConfigDict, model: models.DecoderConfig) -> tuple[Any
 
 
 def model_config(config: ConfigDict, vocab_size: int | None) -> models.DecoderConfig:
-    """The model that `model.path` or `model.size` names, or that has the config's own dimensions and `vocab_size`
-    entries. Raises ValueError if it is missing or not supported, or a dimension or `vocab_size` is not set.
-    """
+    """The dimensions of the model of `model.path`, else of the size `model.size`, else those of the config, with
+    `vocab_size` entries in the vocabulary. Raises ValueError if there is no such model, if the model is not supported,
+    or if a dimension or `vocab_size` is not set."""
     m = config.model
     if m.path:
         return models.read_config(models.local_folder(m.path, weights=False))
@@ -188,9 +187,8 @@ def model_config(config: ConfigDict, vocab_size: int | None) -> models.DecoderCo
 
 
 def row_shape(config: ConfigDict) -> data.RowShape:
-    """The shape of every micro-batch that the trainer sees: rows, tokens of a row, tokens of a completion, and if rows
-    are packed. Without `train.microbatch_size` a micro-batch is a mini-batch.
-    """
+    """The shape of every micro-batch that the trainer sees; `shared` is False. Without `train.microbatch_size` a
+    micro-batch has as many rows as a mini-batch has completions."""
     c = config
     rows = c.train.microbatch_size or rows_per_update(c)
     if c.train.packed_length:
@@ -199,9 +197,8 @@ def row_shape(config: ConfigDict) -> data.RowShape:
 
 
 def packing_shape(layout: Layout) -> data.RowShape:
-    """The shape of every micro-batch, as `row_shape`, and whether completions of a packed row share their prompt's
-    tokens. Raises ValueError if the rows of a micro-batch cannot be spread evenly over the devices that train them.
-    """
+    """The shape of every micro-batch as `row_shape` gives it, with `shared`: a packed row holds a prompt once for all
+    its completions. Raises ValueError if the rows cannot be spread evenly over the data axes of the mesh."""
     shape = row_shape(layout.config)
     ways = parallel.shards("batch", layout.mesh.shape, layout.rules)
     if shape.rows % ways:
@@ -213,13 +210,13 @@ def packing_shape(layout: Layout) -> data.RowShape:
 
 
 def shares_prompts(layout: Layout) -> bool:
-    """Whether completions of a row may share a prompt. On TPUs they may not: the attention kernel cannot do it."""
+    """Whether completions of a packed row may share a prompt. On TPUs the attention kernel cannot do that."""
     [device, *_] = layout.mesh.devices.flat
     return device.platform != "tpu"
 
 
 def rows_per_update(config: ConfigDict) -> int:
-    """The number of completions of a mini-batch, which makes one optimizer update."""
+    """The number of completions of a mini-batch. A mini-batch makes one optimizer update."""
     return config.rollout.prompts_per_step // config.train.updates_per_step * config.rollout.group_size
 
 
@@ -232,12 +229,12 @@ def teacher_folder(config: ConfigDict) -> str | None:
 def reference_layout(layout: Layout) -> Layout:
     """The layout of the reference policy: of the teacher in the compute dtype, or `layout` itself without a teacher.
 
-    A teacher is the model of `reference.path`, which anchors the KL term and is never trained. It may have another
-    family and other widths, and lies on the policy's mesh. Its vocabulary is cut to the entries that the policy has:
-    published models of one tokenizer differ in the number of entries that no token has.
+    A teacher is the model of `reference.path`, which anchors the KL term and is never trained. The teacher may have
+    another family and other widths, and lies on the policy's mesh. Its vocabulary is cut to the entries that the policy
+    has: published models of one tokenizer differ in the number of entries that no token has.
 
-    Raises ValueError if the teacher is not supported, has fewer entries than the policy, or too short a context.
-    """
+    Raises ValueError if the teacher is missing or not supported, has fewer entries than the policy, or too short a
+    context for a prompt with its completion."""
     if not (path := teacher_folder(layout.config)):
         return layout
     config, own = layout.config, models.read_config(models.local_folder(path, weights=False))
@@ -258,7 +255,8 @@ def reference_layout(layout: Layout) -> Layout:
 
 
 def _parts(devices: list[jax.Device], decoding: int) -> tuple[list[jax.Device], list[jax.Device]]:
-    """Splits the devices: the last `decoding` devices only sample, and the devices before them train."""
+    """(the devices that train, the last `decoding` devices, which only sample). Raises ValueError if none would train,
+    or if several processes would split their devices."""
     if not 0 <= decoding < len(devices):
         raise ValueError(
             f"rollout.devices={decoding} of {len(devices)} devices would only sample: it must be at least 0 and leave "

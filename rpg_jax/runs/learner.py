@@ -30,9 +30,8 @@ from rpg_jax.types import Count
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-    """How weights are updated: `optimizer`, the learned baseline `critic` (None without one), and the train state's
-    layout: `shapes` has a `ShapeDtypeStruct` for each of its arrays, and `shardings` a sharding.
-    """
+    """How weights are updated: `optimizer`, the learned baseline `critic` (None: there is none), and the train state's
+    layout: `shapes` has a `ShapeDtypeStruct` for each array of the state, and `shardings` a sharding."""
 
     optimizer: Optimizer
     critic: Critic | None
@@ -50,9 +49,9 @@ class Learner:
 
 
 def make_learner(layout: Layout, *, supervised: bool = False, **optimizer_changes: Any) -> Learner:
-    """The learner of the layout's config. A `supervised` learner has no learned baseline. `optimizer_changes` replace
-    arguments of `make_optimizer`. Raises ValueError if a field of the optimizer or the critic does not fit.
-    """
+    """The learner of the layout's config, without making an array. A `supervised` learner has no learned baseline.
+    `optimizer_changes` replace arguments of `make_optimizer` for the policy. Raises ValueError if a field of the
+    optimizer or `offload` is wrong, or the advantages need a learned baseline and the layout has adapters."""
     optimizer = make_optimizer(**{**optimizer_arguments(layout.config), **optimizer_changes})
     critic = None if supervised else _make_critic(layout)
     trained, offload = (layout.trained_shapes, layout.trained_shardings), "optimizer" in offloaded(layout.config)
@@ -61,7 +60,8 @@ def make_learner(layout: Layout, *, supervised: bool = False, **optimizer_change
 
 
 def optimizer_arguments(config: ConfigDict) -> dict[str, Any]:
-    """The keyword arguments of `make_optimizer` for the policy, from the config's `optimizer` and updates of a step."""
+    """The keyword arguments of `make_optimizer` for the policy, from the config's `optimizer` and `train`. Raises
+    ValueError if `optimizer.warmup` or `optimizer.decay_until` is no count."""
     given, c = config.optimizer.to_dict(), config.train
     until = Count.parse(given["decay_until"] or f"{c.steps} steps", "optimizer.decay_until")
     given |= {"warmup": Count.parse(given["warmup"], "optimizer.warmup"), "decay_until": until}
@@ -69,7 +69,7 @@ def optimizer_arguments(config: ConfigDict) -> dict[str, Any]:
 
 
 def _make_critic(layout: Layout) -> Critic | None:
-    """The learned baseline; None if the advantages need no learned baseline."""
+    """The learned baseline; None if the advantages need none. Raises ValueError if they do and there are adapters."""
     config, c = layout.config, layout.config.critic
     if config.loss.advantage not in losses.LEARNED_ADVANTAGES:
         return None
@@ -88,8 +88,7 @@ def _make_critic(layout: Layout) -> Critic | None:
 
 def policy_objective(config: ConfigDict, critic: Critic | None = None, *, on_policy: bool = False) -> Objective:
     """The config's loss and entropy bonus, and the loss of `critic`, the learned baseline (None: there is none).
-    `on_policy`: the update itself takes the old log-probs from the policy in training, without a pass before it.
-    """
+    `on_policy`: the update itself takes the old log-probs from the policy in training, without a pass before it."""
     c, (name, hyperparameters) = config.loss, loss_arguments(config)
     return Objective(
         policy_loss_fn(losses.find_loss(name), **hyperparameters),
@@ -101,10 +100,9 @@ def policy_objective(config: ConfigDict, critic: Critic | None = None, *, on_pol
 
 
 def is_on_policy(layout: Layout) -> bool:
-    """Whether a step is one update on completions of the weights before it. Then no pass before it computes log-probs.
-    False with a critic, experts, or a loss of whole completions: they need that pass. False if groups are carried over,
-    sampled ahead or sampled in parts: older weights have sampled their tokens.
-    """
+    """Whether a step is one update, on completions of the weights before this update, and no pass before the update
+    computes log-probs. False with a critic, a mixture of experts, or `rpg` at the level "sequence": they need the pass.
+    False if groups are carried over, sampled ahead or sampled in parts: their tokens are of older weights."""
     c, (name, hyperparameters) = layout.config, loss_arguments(layout.config)
     carries = c.dynamic_sampling.enabled and c.dynamic_sampling.surplus == "carry"
     baseline = name == "rpg" and hyperparameters.get("level") == "sequence"
@@ -120,9 +118,9 @@ def learner_programs(
     base: models.Base | None = None,
     temperature: float | None = None,
 ) -> Programs:
-    """The jitted log-prob pass and update of a step; nothing is compiled yet. `objective` is by default the config's,
-    and `temperature`, at which log-probs are taken, that of sampling. `base` is frozen beside adapters.
-    """
+    """The jitted programs of training, for example the log-prob pass and the update; nothing is compiled yet.
+    `objective` None: the config's. `temperature` divides logits where log-probs are taken; None: `rollout.temperature`.
+    `base` are the frozen weights beside adapters; None: all weights are trained."""
     objective = objective or policy_objective(layout.config, learner.critic, on_policy=is_on_policy(layout))
     return make_programs(
         layout.graphdef,
@@ -136,21 +134,23 @@ def learner_programs(
 
 
 def reference_rule(config: ConfigDict) -> Rule:
-    """When the config's reference policy moves. Raises ValueError for an unknown rule or a number out of its range."""
+    """The rule by which the config's reference policy moves. Raises ValueError for an unknown rule or wrong number."""
     c = config.reference
     every = Count.parse(c.every, "reference.every")
     return make_rule(c.rule, every=every, kl_threshold=c.kl_threshold)
 
 
 def reference_differs(config: ConfigDict) -> bool:
-    """Whether a step needs a pass for the reference's log-probs: it may differ from the sampler and has no server."""
+    """Whether a step needs a pass for the reference's log-probs: the reference may differ from the policy that samples,
+    and servers do not have it."""
     if config.reference.path and not teacher_folder(config):
         return False
     return reference_rule(config).differs(config.train.updates_per_step * config.train.epochs)
 
 
 def offloaded(config: ConfigDict) -> frozenset[str]:
-    """The arrays in host memory between uses: any of "optimizer", "reference". Raises ValueError for another name."""
+    """The names of the arrays that wait in host memory, from `offload`. Raises ValueError for other names than
+    "optimizer" and "reference"."""
     names = frozenset(filter(None, config.offload.split("+")))
     if unknown := sorted(names - {"optimizer", "reference"}):
         raise ValueError(f"offload names {unknown}; known: optimizer, reference, optimizer+reference")
@@ -159,9 +159,8 @@ def offloaded(config: ConfigDict) -> frozenset[str]:
 
 def open_teacher(layout: Layout, tokenizer: data.Tokenizer, *, offload: bool) -> Taught | None:
     """The teacher of a run: the model `reference.path`, with its weights on devices, or with `offload` in host memory.
-    None: there is no teacher, or servers have it. Raises ValueError if the model is missing or not supported, has a
-    smaller vocabulary or context than the policy needs, or another tokenizer than the policy's, `tokenizer`.
-    """
+    None: there is no teacher, or servers have it. Raises ValueError if the model is missing, damaged or not supported,
+    has a smaller vocabulary or context than the policy needs, or another tokenizer than the policy's, `tokenizer`."""
     if not (path := teacher_folder(layout.config)):
         return None
     own = reference_layout(layout)
@@ -180,9 +179,8 @@ def open_teacher(layout: Layout, tokenizer: data.Tokenizer, *, offload: bool) ->
 
 
 def check_tokenizer(path: str, found: data.Tokenizer, own: data.Tokenizer) -> None:
-    """Raises ValueError unless `found`, the teacher's tokenizer, has the same text for every token of the policy's,
-    `own`. The message names `path`, the address of the teacher, and the first token that differs.
-    """
+    """Raises ValueError unless `found`, the teacher's tokenizer, has the same text for every token of `own`, the
+    policy's. The message names `path`, the address of the teacher, and the first token that differs."""
     for token in range(own.vocab_size):
         names = [t.name(token) if token < t.vocab_size else "" for t in (found, own)]
         if names[0] != names[1]:
@@ -199,8 +197,7 @@ Draw = Callable[[Layout], Any]
 
 def init_params(layout: Layout) -> Any:
     """The weights of `model.path`, or random weights by `warm_start.seed`, made straight in their shards: a nested dict
-    of arrays in `model.param_dtype`. Raises ValueError if the model is missing or damaged.
-    """
+    of arrays in `model.param_dtype`, without adapters. Raises ValueError if the model is missing or damaged."""
     m, dtype = layout.config.model, jnp.dtype(layout.config.model.param_dtype)
     if m.path:
         folder = models.local_folder(m.path)
@@ -210,7 +207,7 @@ def init_params(layout: Layout) -> Any:
 
 
 def no_params(layout: Layout) -> Any:
-    """Zeros in place of the trained arrays, for a run whose checkpoint has them: `model.path` is not even fetched."""
+    """Zeros in place of the trained arrays, for a run whose checkpoint has these arrays. `model.path` is not read."""
 
     def zeros() -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), layout.trained_shapes)
@@ -221,10 +218,11 @@ def no_params(layout: Layout) -> Any:
 def open_base(
     layout: Layout, folder: storage.Folder, draw: Draw, *, begins: bool, parent: Parent | None = None
 ) -> models.Base | None:
-    """The frozen weights of a run with adapters; None if all weights are trained. Collective. Weights of `model.path`
-    are read from there each time. Others, random or of a warm start, come from `draw` when the run `begins`, or from
-    its `parent`; `folder` keeps them in `base`. Raises Refused, a ValueError, if they are damaged there.
-    """
+    """The frozen weights of a run with adapters; None if all weights are trained. All processes call together.
+
+    Weights of `model.path` without a warm start are read by `draw` each time. Random or warm-started weights come from
+    `draw` when the run `begins`, or from the `parent` of a branch, and are then written to `base` in `folder`; a run
+    that goes on reads them there. Raises Refused, a ValueError, if the copy in `base` is missing or damaged."""
     if layout.lora is None:
         return None
     if not _keeps_base(layout.config):
@@ -240,7 +238,8 @@ def open_base(
 
 
 def new_base(layout: Layout, draw: Draw) -> models.Base:
-    """The weights that `draw` reads or makes, frozen in `model.compute_dtype` or 8 bits. The layout has adapters."""
+    """The weights that `draw` gives for the layout without adapters, frozen in `model.compute_dtype`, or in 8 bits with
+    `model.lora.int8`. The layout must have adapters."""
     m, like = layout.config.model, layout.abstract_base
     assert like is not None, "a layout without adapters has no base"
     params = draw(layout.without_adapters(dtype=m.param_dtype if _keeps_base(layout.config) else m.compute_dtype))
@@ -261,9 +260,9 @@ def _keeps_base(config: ConfigDict) -> bool:
 
 
 def first_adapters(layout: Layout) -> Any:
-    """The adapters before the first update, in their shards: of `model.lora.path`, or new by `config.seed`, which leave
-    the policy as it is. A nested dict of arrays in `model.param_dtype`. The layout must have adapters.
-    """
+    """The adapters before the first update, in their shards, a nested dict of arrays in `model.param_dtype`: those of
+    `model.lora.path`, or new adapters by `config.seed`, which leave the policy as it is. The layout must have adapters.
+    Raises ValueError if the adapters of `model.lora.path` are missing or do not fit."""
     c, lora = layout.config, layout.lora
     assert lora is not None, "a layout without adapters trains all weights"
     dtype = jnp.dtype(c.model.param_dtype)
@@ -275,9 +274,8 @@ def first_adapters(layout: Layout) -> Any:
 
 def merged_layout(layout: Layout, base: models.Base | None, adapters: Any) -> tuple[Layout, Any]:
     """Merges adapters into the weights: (a layout without adapters, its weights W + (alpha / rank) A B in the compute
-    dtype). `base`, which must not be None, has the W. It is donated unless `model.lora.int8` is set. `adapters` have A
-    and B, and stay valid.
-    """
+    dtype). `base`, which must not be None, has the W, and is donated unless `model.lora.int8` is set. `adapters` have
+    the A and B, and stay valid."""
     whole = layout.without_adapters(dtype=layout.config.model.compute_dtype)
 
     def merge(base: models.Base, adapters: Any) -> Any:

@@ -30,22 +30,22 @@ from rpg_jax.types import Completion
 
 
 class JsonLines:
-    """The file at `path` of JSON objects, one a line, that each carry a `step`. Lines are only added, or rewound."""
+    """The file at `path` of JSON objects, one a line, that each have a `step`. Lines are only added, or rewound."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Writes one line. A later kill of the process does not lose the line. Non-finite numbers become null."""
+        """Adds one line, `plain(record)`. A later kill of the process does not lose the line; non-finite is null."""
         line = json.dumps(plain(record), ensure_ascii=False, allow_nan=False)
         with naming(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
     def rewind(self, step: int) -> None:
-        """Atomically drops the lines of steps after `step`. Also drops a line that was cut short, and reports it.
+        """Atomically drops the lines of steps after `step`. Also drops a last line that was cut short, and says so.
 
-        Raises ValueError, with file and line number, if a line before the last is no object, or a line has no step.
-        """
+        Does nothing if there is no file. Raises ValueError, which names the file, if a line before the last is no
+        object, if a line has no integer `step`, or if `path` is a folder or has more than 1 GiB."""
         if not self.path.exists():
             return
         lines, torn = read_lines(self.path)
@@ -61,9 +61,8 @@ class JsonLines:
 class RunLog:
     """metrics.jsonl and samples.jsonl of a run folder, kept in step with each other and with the weights.
 
-    The first process writes them. Metrics go to `trackers` as well, at first none. The completions of the first
-    `samples` prompts of each step are written. `run_dir` must exist.
-    """
+    The first process writes the files. Metrics go to `trackers` as well, at first an empty list. The completions of the
+    first `samples` prompts of each step are written. `run_dir`, a local folder, must exist."""
 
     def __init__(self, run_dir: Path, *, samples: int):
         self.trackers: list[Tracker] = []
@@ -73,10 +72,9 @@ class RunLog:
         self._samples_per_step = samples
 
     def append_samples(self, step: int, groups: Sequence[Group]) -> None:
-        """Writes the completions of the first prompts in `groups`, with their scores; on the first process.
+        """Writes the completions of the first groups of step `step`, with their scores; on the first process.
 
-        Call it before `append`, so that a step with metrics has its completions.
-        """
+        Call it before `append`, so that a step with metrics has its completions."""
         for group in groups[: self._samples_per_step] if hosts.is_first() else ():
             failed = group.failed or [None] * len(group.texts)
             for text, completion, reward, accuracy, failure in zip(
@@ -106,12 +104,12 @@ class RunLog:
             self._try(tracker, f"step {step.number}", lambda own: own.append(numbers))
 
     def has(self, step: int) -> bool:
-        """Whether the metrics of a step are written. Collective: every process gets the answer of the first."""
+        """Whether metrics.jsonl has the step. All processes call together, and get the answer of the first."""
         found = hosts.is_first() and any(record["step"] == step for record in read_jsonl(self._metrics.path))
         return bool(hosts.pmax(found))
 
     def close(self) -> None:
-        """Closes the trackers. An error of a tracker is reported on stderr."""
+        """Closes the trackers. The error of a tracker goes to stderr, unless its last call failed too."""
         for tracker in self.trackers:
             self._try(tracker, "the end", lambda own: own.close())
 
@@ -128,7 +126,7 @@ class RunLog:
             self._samples.rewind(step - 1)
 
     def _try(self, tracker: Tracker, what: str, do: Callable[[Tracker], None]) -> None:
-        """Gives `what` to a tracker. Reports an error of the tracker, and lets the run go on."""
+        """Calls `do(tracker)`. An error does not end the run: stderr names `what`, unless the last call failed too."""
         try:
             do(tracker)
             self._failing.discard(tracker)
@@ -141,18 +139,18 @@ class RunLog:
 
 
 def completion_entries(completion: Completion) -> dict[str, Any]:
-    """The entries of a completion in files of completions, beside its text and scores.
+    """The entries of a completion in files of completions, beside the completion's text and scores.
 
-    `tokens` is the number of tokens that the policy has sampled, and `finish_reason` the completion's. A conversation
-    with an environment has `turns`: the [first, end] of each observation, in tokens of the completion; the rewards of
-    the turns; and the kind of failure, or null.
-    """
+    `tokens` is the number of tokens that the policy has sampled, and `finish_reason` that of the completion. A
+    conversation with an environment has `turns`, a dict: `spans`, the [first, end] of each observation, in tokens of
+    the completion; `rewards` of the turns; and `error`, the kind of failure, or None."""
     turns = {} if completion.turns is None else {"turns": completion.turns.record()}
     return {"tokens": int(completion.sampled.sum()), "finish_reason": completion.finish_reason, **turns}
 
 
 def plain(value: Any) -> Any:
-    """`value` in Python's own types for JSON, scalars of NumPy and JAX too; non-finite numbers become None."""
+    """A copy of `value` in Python's own types for JSON. Scalars of NumPy and JAX become numbers, tuples lists, and
+    non-finite numbers None."""
     if isinstance(value, bool | str | None):
         return value
     if isinstance(value, list | tuple):
@@ -168,7 +166,7 @@ class Tracker(Protocol):
     """Receives the record of each step, whose metrics are then {name: finite number}."""
 
     def append(self, step: Step) -> None:
-        """Keeps the metrics of step `step.number`. An error does not end the run: `RunLog` reports it."""
+        """Keeps the metrics of step `step.number`. If it raises, the run goes on, and `RunLog` reports the error."""
 
     def close(self) -> None:
         """Ends the tracker after the last step of this process."""
@@ -178,10 +176,10 @@ class Place(NamedTuple):
     """The run whose metrics a tracker keeps.
 
     Attributes:
-      folder: the folder of the run. Trackers without a server write there.
+      folder: the local folder of the run. Trackers without a server may write there.
       name, project: the run's name and project. A later process continues the run under this name.
-      config: the resolved config, as nested dicts.
-      after: the last step that an earlier process wrote.
+      config: the resolved config, as nested dicts, in which an infinite number is a text.
+      after: the step of the checkpoint from which this process goes on; 0 without one. Later steps are written again.
     """
 
     folder: Path
@@ -192,7 +190,7 @@ class Place(NamedTuple):
 
 
 class TensorBoard:
-    """Event files in `tensorboard/`; hides what an earlier process wrote after step `after`."""
+    """Event files in `tensorboard/`; hides what an earlier process wrote after step `place.after`."""
 
     def __init__(self, place: Place):
         folder = place.folder / "tensorboard"
@@ -229,8 +227,7 @@ class WandB:
 class MLflow:
     """A run of MLflow at MLFLOW_TRACKING_URI, or else in `mlflow.db` of the run's folder.
 
-    MLflow's metric names have letters, digits, . - _ / : and blanks. Any other sign becomes "_".
-    """
+    In the name of a metric every sign but letters, digits, . - _ / : and blanks becomes "_"."""
 
     def __init__(self, place: Place):
         needed("mlflow")
@@ -250,7 +247,7 @@ class MLflow:
                 self._client.log_batch(self._run, params=params[first : first + 100])
 
     def append(self, step: Step) -> None:
-        """Stores `step.metrics`, {name: finite number}, with the present time."""
+        """Stores `step.metrics`, {name: finite number}, as the metrics of step `step.number`, with the present time."""
         now = int(1000 * time.time())
         named = {re.sub(r"[^\w.\-/: ]", "_", name): value for name, value in step.metrics.items()}
         metrics = [self._entities.Metric(name, value, now, step.number) for name, value in named.items()]
@@ -288,7 +285,8 @@ PACKAGES = {name: name for name in TRACKERS} | {"tensorboard": "tensorboardX"}
 
 
 def chosen(text: str) -> list[str]:
-    """The trackers in `log.tracker`, a text with commas, in this order. Raises ValueError for an unknown tracker."""
+    """The names in `text`, which is `log.tracker`, in its order: "a, b" gives ["a", "b"]. Raises ValueError for a name
+    that is not in `TRACKERS`."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in names if name not in TRACKERS]:
         raise ValueError(f"log.tracker={text!r}: no tracker {unknown[0]!r}; there are {', '.join(TRACKERS)}")
@@ -296,7 +294,7 @@ def chosen(text: str) -> list[str]:
 
 
 def needed(name: str) -> Any:
-    """The module of the tracker `name` of `TRACKERS`. Raises ValueError with the fix if it is not installed."""
+    """The module that the tracker `name` needs. Raises ValueError, with the fix, if its package is not installed."""
     package = PACKAGES[name]
     try:
         return importlib.import_module(package)
@@ -307,7 +305,8 @@ def needed(name: str) -> Any:
 
 
 def trackers_of(config: ConfigDict, folder: Path, *, after: int) -> list[Tracker]:
-    """Opens the trackers of the config, for steps after `after`. Raises ValueError for one not known or installed."""
+    """Opens the trackers of the config for the run in the local `folder`; `after` is as in `Place`. Raises ValueError
+    if a tracker is not known or not installed."""
     fields = finite(json.loads(config.to_json_best_effort()))
     place = Place(folder, config.run.name, config.log.project, fields, after)
     return [TRACKERS[name](place) for name in chosen(config.log.tracker)]

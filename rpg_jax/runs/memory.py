@@ -43,16 +43,15 @@ _TILE = 16  # slots of a copy: rows of a bf16 tile
 
 
 def slots_that_fit(memory: float, held: float, slot: float, *, tile: int, needed: int) -> int:
-    """Decode slots of a device: those that fit, in whole tiles of `tile` slots, at most `needed`, and at least one.
-    floor((memory × 15/16 - held) / slot), where `memory`, `held` and `slot` are bytes: of the device, of its other
-    arrays, and of a slot. If less than a tile fits, the number is not rounded to tiles.
-    """
+    """Decode slots of a device: floor((memory × 15/16 - held) / slot), at least one, rounded down to tiles of `tile`
+    slots if a tile fits, and at most `needed`. `memory`, `held` and `slot` are bytes: of the device, of the other
+    arrays on it, and of a slot."""
     fitting = max(1, math.floor((memory * (1 - LEFT_FREE) - held) / slot))
     return min(fitting - fitting % tile if fitting > tile else fitting, needed)
 
 
 def bytes_on_a_device(tree: Any) -> float:
-    """Bytes on one device of a tree of `ShapeDtypeStruct`s with shardings. Arrays in host memory do not count."""
+    """Bytes on one device of `tree`, of `ShapeDtypeStruct`s with shardings. Arrays in host memory do not count."""
     leaves = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind in (None, "device")]
     return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))
 
@@ -69,8 +68,7 @@ def cache_bytes(model: DecoderConfig, decoding: Decoding) -> float:
 
 def prompts_of_a_step(config: ConfigDict) -> int:
     """Prompts of a generation batch: `rollout.prompts_per_step`, or with dynamic sampling `dynamic_sampling.oversample`
-    times as many. If `oversample` is 0: the prompts that a step needs on average.
-    """
+    times as many. If `oversample` is 0: twice as many, since `UNKNOWN_SHARE` of the groups count."""
     wanted, dynamic = config.rollout.prompts_per_step, config.dynamic_sampling
     if not dynamic.enabled:
         return wanted
@@ -78,12 +76,12 @@ def prompts_of_a_step(config: ConfigDict) -> int:
 
 
 def _slots_of_a_device(layout: Layout, decoding: Decoding) -> int:
-    """The slots of a device if `rollout.slots` is unset. `decoding` has one slot for each device of its mesh.
+    """The slots of a device if `rollout.slots` is unset: as many as fit, and at most as many as a step needs.
+    `decoding` has one slot for each device of its mesh.
 
     The number depends on the config and the kind of device alone. So a run that resumes on the same machine has the
     same slots. While sampling runs ahead of training on the same devices, training keeps half of the free memory. Where
-    the memory is unknown, all devices together have 128 slots.
-    """
+    the memory is unknown, all devices together have about 128 slots at most."""
     c, mesh, memory = layout.config, decoding.mesh, layout.device_memory
     assert mesh is not None, "a layout decodes on a mesh"
     needed = -(-prompts_of_a_step(c) * c.rollout.group_size // (mesh.size * layout.decoding_hosts))
@@ -99,8 +97,8 @@ def _slots_of_a_device(layout: Layout, decoding: Decoding) -> int:
 
 
 def _held_while_sampling(layout: Layout, learner: Learner, decoding: Decoding) -> float:
-    """Bytes on a device that the trainer holds during sampling: the state of the optimizer, a resident reference, and
-    the master weights if a copy of them decodes."""
+    """Bytes on a device that the trainer holds during sampling beside the weights that decode: the optimizer's and the
+    critic's state, the adapters, a resident reference, and the trainer's weights or frozen base if a copy decodes."""
     trained, own = bytes_on_a_device(layout.abstract_trained), has_copy(layout, decoding)
     state = bytes_on_a_device(learner.like)  # without arrays in host memory
     if layout.lora is not None:
@@ -111,7 +109,7 @@ def _held_while_sampling(layout: Layout, learner: Learner, decoding: Decoding) -
 
 
 def _reference_bytes(layout: Layout) -> float:
-    """Bytes on a device of the reference's weights."""
+    """Bytes on a device of the reference's weights; 0 if servers have the teacher."""
     if layout.config.reference.path and not teacher_folder(layout.config):
         return 0.0  # servers have the teacher
     own = reference_layout(layout)
@@ -119,17 +117,16 @@ def _reference_bytes(layout: Layout) -> float:
 
 
 def _resident_reference(layout: Layout) -> float:
-    """Bytes of the reference that stay on a device between steps; 0 if the reference does not stay there."""
+    """Bytes on a device of the reference's weights if they stay there between steps, else 0."""
     c = layout.config
     stays = (c.reference.resident or teacher_folder(c)) and "reference" not in offloaded(c)
     return _reference_bytes(layout) if stays else 0.0
 
 
 def has_copy(layout: Layout, decoding: Decoding) -> bool:
-    """Whether the rollout holds its own copy of the trainer's weights: they have another dtype, 8 bits or another mesh
-    there. If adapters are trained, whether it copies the frozen base: the adapters are merged into it, it has another
-    mesh, or 8 bits that the trainer's base does not have.
-    """
+    """Whether the rollout holds its own copy of the trainer's weights: in another dtype, in 8 bits, or on another mesh.
+    If adapters are trained: whether the rollout holds a copy of the frozen base, with the adapters merged into the
+    copy, on another mesh, or in 8 bits that the trainer's base does not have."""
     c = layout.config
     if layout.lora is not None:
         return c.model.lora.merged or decoding.shardings is not None or (decoding.int8 and not c.model.lora.int8)
@@ -144,8 +141,7 @@ def decoding_params(layout: Layout, decoding: Decoding) -> Any:
 
 def synced_params(layout: Layout, decoding: Decoding) -> Any:
     """The arrays that a sync brings to the rollout, as `ShapeDtypeStruct`s with shardings: all weights, or the adapters
-    if they decode beside their base.
-    """
+    if they decode beside their base."""
     apart, shardings = _apart(layout), decoding.shardings
     params = layout.trained_shapes if apart else layout.param_shapes
     if decoding.dtype is not None:
@@ -165,8 +161,7 @@ def decoding_base(layout: Layout, decoding: Decoding) -> models.Base:
     """The frozen weights in a rollout that keeps the adapters of `layout` beside them, without making an array.
 
     A `ShapeDtypeStruct`, with its sharding on `decoding.mesh`, stands for each array. The layers' matrices are `Int8`
-    if `model.lora.int8` or `decoding.int8` is set. `layout` must have adapters, and `decoding` a mesh.
-    """
+    if `model.lora.int8` or `decoding.int8` is set. `layout` must have adapters, and `decoding` a mesh."""
     assert decoding.mesh is not None and layout.lora is not None, "a layout with adapters decodes on a mesh"
     shapes = layout.param_shapes
     where = parallel.shardings(models.logical_axes(layout.model), shapes, decoding.mesh, decoding.rules)
@@ -176,10 +171,9 @@ def decoding_base(layout: Layout, decoding: Decoding) -> models.Base:
 
 
 def fitting_layout(config: ConfigDict, vocab_size: int) -> Layout:
-    """The config's layout. If it does not fit these devices, a layout with one copy of the weights over all devices.
-    The change is printed to stderr, and stands in `layout.config`. A teacher is left out: only training needs it.
-    Raises ValueError if the changed layout does not fit either.
-    """
+    """The config's layout, to sample with; if it does not fit these devices, one copy of the weights over all devices.
+    The change is printed to stderr, and stands in `layout.config`. A teacher is left out: only training needs a
+    teacher. `vocab_size` is as in `make_layout`. Raises ValueError if the changed layout does not fit either."""
     if config.reference.path:
         config = config.copy_and_resolve_references()
         config.reference.path = None
@@ -197,12 +191,13 @@ def fitting_layout(config: ConfigDict, vocab_size: int) -> Layout:
 
 
 def make_decoding(layout: Layout) -> rollout.Decoding:
-    """How a layout decodes: in copies of the weights, `rollout.tensor` × `rollout.expert` devices each.
+    """How a layout decodes.
 
-    Each copy has all weights, so that a decode step gathers none. Key-value heads that `rollout.tensor` does not divide
-    are on each of its devices. If `rollout.slots` is unset, a device has as many slots as fit and a step needs; of
-    unknown memory, all devices together have 128. Raises ValueError if the size of a copy does not divide the devices.
-    """
+    With `rollout.tensor`, `rollout.expert` or `rollout.devices` the rollout has copies of the weights, on tensor ×
+    expert devices each. A copy has all weights, so that a decode step gathers none. Key-value heads that
+    `rollout.tensor` does not divide are on each of a copy's devices. Without these fields the weights decode as the
+    trainer has spread them, or spread over the devices of a host. A device has `rollout.slots` slots; unset, as many as
+    fit and a step needs. Raises ValueError if the size of a copy does not divide the devices."""
     c, m, mesh, rules = layout.config, layout.config.model, _decoding_mesh(layout), layout.rules
     shardings = None
     if mesh is not layout.mesh:
@@ -229,12 +224,10 @@ def make_decoding(layout: Layout) -> rollout.Decoding:
 
 
 def _decoding_mesh(layout: Layout) -> Mesh:
-    """The mesh that decodes.
+    """The mesh that decodes: of copies of the weights, `rollout.tensor` × `rollout.expert` devices each (unset: 1).
 
-    `rollout.tensor` and `rollout.expert` set the number of devices of a copy of the weights. Otherwise each of
-    `rollout.devices` has a copy. Without `rollout.devices` the trainer's mesh decodes; where hosts decode by
-    themselves, the devices of a host are one mesh (fsdp).
-    """
+    Without these fields and `rollout.devices` the trainer's mesh decodes; where hosts decode by themselves, the devices
+    of a host are one mesh (fsdp). Raises ValueError if the size of a copy does not divide the devices."""
     c, devices = layout.config.rollout, layout.decoding_devices
     if not c.devices and c.tensor is None and c.expert is None:
         return layout.mesh if layout.decoding_hosts == 1 else _mesh(devices, fsdp=len(devices))
@@ -261,9 +254,9 @@ def with_micro_batch(layout: Layout) -> Layout:
     """The layout with `train.microbatch_size` chosen, if it is unset: the largest number of rows that fits.
 
     A size divides a mini-batch evenly over the devices, and fits if training then fills at most 4/5 of a device. If no
-    size fits, the smallest is chosen. The choice depends on the config and the kind of device only, and is printed to
-    stderr. On a CPU the memory is unknown: a micro-batch then is a mini-batch, or for packed rows the largest size.
-    """
+    size fits, the smallest is chosen. The choice depends on the config and the kind of device only; a size below a
+    mini-batch is printed to stderr. On a CPU, whose memory is unknown, the largest size is chosen for packed rows; else
+    the field stays unset, and a micro-batch is a mini-batch."""
     c, fitted, memory = layout.config, layout, layout.device_memory
     if c.train.microbatch_size is not None or (memory is None and not c.train.packed_length):
         return layout
@@ -282,9 +275,9 @@ def with_micro_batch(layout: Layout) -> Layout:
 
 
 def checked(layout: Layout) -> Layout:
-    """Returns `layout` if training and sampling fit the memory by arithmetic. On a CPU the memory is the machine's.
-    Raises ValueError if one of them does not fit. A run that fits by arithmetic may still fail in practice.
-    """
+    """Returns `layout` if training and sampling fit the memory of a device by arithmetic. On a CPU that memory is the
+    machine's, divided by the devices of this process; elsewhere everything fits a memory that is unknown. Raises
+    ValueError if training or sampling does not fit. A run that fits by arithmetic may still fail in practice."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / jax.local_device_count()
     available = layout.device_memory or (machine if jax.default_backend() == "cpu" else math.inf)
     learner, decoding = make_learner(layout), make_decoding(layout)
@@ -302,8 +295,7 @@ def checked(layout: Layout) -> Layout:
 
 def peak(layout: Layout, learner: Learner, decoding: Decoding) -> float:
     """Bytes on a device at the peak of training: the largest program with all that stays beside it. The rollout's
-    weights and a resident reference count, and the decode state where sampling runs ahead on the same devices.
-    """
+    weights and a resident reference count, and the decode state where sampling runs ahead on the same devices."""
     c, held = layout.config.rollout, resident(layout, learner, decoding)
     beside = cache_bytes(layout.model, decoding) if c.max_staleness and not c.devices else 0.0
     return beside + max(held[name] + own for name, own in own_peaks(layout).items())
@@ -312,10 +304,10 @@ def peak(layout: Layout, learner: Learner, decoding: Decoding) -> float:
 def own_peaks(layout: Layout) -> dict[str, float]:
     """{program of training: bytes on a device at its peak}, by arithmetic, without what only stays beside the program.
 
-    They are the activations that wait, the gradients, one gathered layer and the state that the program works on. The
-    programs are "log-probs", and "update", or "start", "add" and "apply" if an update sums several micro-batches. A
-    compiler keeps more, which is left out: activations between two products of a layer, copies, gaps.
-    """
+    The bytes are of the activations that wait, the gradients, one gathered layer and the state that the program works
+    on. The programs are "log-probs" and "update"; "start", "add" and "apply" replace "update" if an update sums several
+    micro-batches or has a rehearsal. Left out is what a compiler keeps beside: activations between two products of a
+    layer, copies, gaps. The critic is left out too."""
     c, model, shape = layout.config, layout.model, row_shape(layout.config)
     held = bytes_on_a_device(layout.abstract_trained)
     frozen = 0.0 if layout.abstract_base is None else bytes_on_a_device(layout.abstract_base)
@@ -331,11 +323,11 @@ def own_peaks(layout: Layout) -> dict[str, float]:
 
 
 def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, float]:
-    """For each program, the bytes on a device that are not the program's own arguments but stay there while it runs.
+    """{program: bytes on a device that are not the program's own arguments but stay there while the program runs}.
 
-    The optimizer's state and frozen weights always stay. A copy of the weights for decoding stays while the trainer
-    works. The cache stays while prompts are prefilled. The reference's weights are there during its log-probs, if it
-    differs from the policy, and during updates that sum the KL over the vocabulary.
+    The optimizer's state and frozen weights always stay. A copy of the weights for decoding, and the arrays of a step's
+    completions, stay while the trainer works. The cache stays while prompts are prefilled. The reference's weights are
+    there during "log-probs" if it may differ from the policy, and during updates that sum the KL over the vocabulary.
     """
     c, shape = layout.config, row_shape(layout.config)
     weights = bytes_on_a_device(layout.abstract_trained)
@@ -369,12 +361,11 @@ def bytes_of_a_number(layout: Layout) -> int:
 
 
 def _sizes(layout: Layout) -> Iterator[int]:
-    """The rows that a micro-batch may have, the largest first.
+    """The numbers of rows that a micro-batch may have, the largest first.
 
     The number of packed rows depends on the lengths of completions, and the last micro-batch of an update is filled up
-    with empty rows. So a device gets one row or `_TOKENS`, and a micro-batch at most an eighth of the rows that prompts
-    and completions of half their limits fill.
-    """
+    with empty rows. So a device gets at most `_TOKENS` tokens or one row, and a micro-batch at most the share `_EMPTY`
+    of the rows that prompts and completions of half their limits fill."""
     c, whole = layout.config, rows_per_update(layout.config)
     shards = parallel.shards("batch", dict(layout.mesh.shape), layout.rules)
     most = whole
@@ -386,10 +377,9 @@ def _sizes(layout: Layout) -> Iterator[int]:
 
 
 def _kept(model: DecoderConfig, remat: str) -> float:
-    """Activations of a token that wait in a layer for the backward pass. With "none" the results between the matrix
-    products wait too, some of them in f32. This number is fitted to one compiled update of Qwen3-4B, in rows of 10,240
-    tokens on v5p:4x4x4: 87 thousand.
-    """
+    """The number of a token's activations that wait in a layer for the backward pass; `remat` is `model.remat`.
+    With "none" the results between the matrix products wait too, some of them in f32. Their number is fitted to one
+    compiled update of Qwen3-4B, in rows of 10,240 tokens on v5p:4x4x4: 87 thousand."""
     heads, pairs = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
     products = 2 * model.embed_dim + 2 * model.hidden_dim + heads + pairs
     kept = {"full": 0, "offload": -model.embed_dim, "dots": products}
