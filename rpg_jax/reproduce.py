@@ -29,6 +29,8 @@ from rpg_jax.runs import cli
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command with the arguments `argv` (None: this process's). Returns the exit code: 0 if all runs ended
     well, 1 if one failed, 2 for wrong flags, 130 for Ctrl-C."""
+    if argv is None:
+        cli.prepare_process()  # `cli.run` gets arguments, and so would not
     given = list(sys.argv[1:] if argv is None else argv)
     separator = given.index("--") if "--" in given else len(given)
 

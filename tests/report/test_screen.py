@@ -147,6 +147,12 @@ def test_every_command_guards_its_screen_and_nobody_writes_past_it():
     assert "screen.guard()" in (ROOT / "rpg_jax/runs/cli.py").read_text(encoding="utf-8")
 
 
+def test_a_hostile_argument_of_reproduce_reaches_no_terminal():
+    printed = run("rpg_jax.reproduce", f"--from-data={HOSTILE.replace('/', '')}", code=2)
+    assert b"no data in \\x1b]0;owned" in printed
+    assert not RAW.search(printed)
+
+
 @pytest.mark.parametrize("columns", ["0", "1", "-5", "abc"])
 def test_a_table_is_shown_whatever_the_environment_says_of_the_screen(tmp_path, columns):
     (file := tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n', encoding="utf-8")
