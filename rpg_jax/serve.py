@@ -18,7 +18,7 @@ overrides, and as FOLDER the trainer's servers.weights. The server may start bef
 when the run is over; with --announce the trainer finds it (docs/servers.md).
 
 SIGTERM or Ctrl-C lets running requests end, for at most --grace seconds. A second signal, more than a second later,
-ends the server at once. The exit code is 0 after --idle, and 128 and its number after a signal.
+ends the server at once. The exit code is 0 after --idle, and 128 plus the signal's number after a signal.
 """
 
 import argparse

@@ -42,7 +42,7 @@ _EXTRAS = dict.fromkeys(("aiohttp", "grpc", "prometheus_client"), "rpg_jax[serve
 
 
 class Ended(RuntimeError):
-    """Ends a command whose run is open: `run` prints the message and returns the exit code `code`."""
+    """Ends a command: `run` prints the message and returns the exit code `code`."""
 
     def __init__(self, message: str, code: int):
         super().__init__(message)

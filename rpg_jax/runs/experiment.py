@@ -1,7 +1,7 @@
 """Makes the parts of a run from a resolved config. Config ends here: everything below takes arguments.
 
-A run keeps the digests of its inputs: problems, tokenizer, model and own losses. A resume finds every input unchanged,
-or stops.
+A run keeps the digests of its inputs: problems, tokenizer, model and the user's own code. A resume that finds an input
+changed stops, unless `run.accept_changes` is set.
 """
 
 from __future__ import annotations

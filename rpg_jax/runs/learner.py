@@ -255,7 +255,7 @@ def new_base(layout: Layout, draw: Draw) -> models.Base:
 
 
 def _keeps_base(config: ConfigDict) -> bool:
-    """Whether a run's folder keeps the base of its adapters. The weights of `model.path` need no copy."""
+    """Whether the run's folder keeps the base of its adapters. Without warm start `model.path` has the base."""
     return not config.model.path or config.warm_start.enabled
 
 
