@@ -141,7 +141,7 @@ def decoding_params(layout: Layout, decoding: Decoding) -> Any:
 
 def synced_params(layout: Layout, decoding: Decoding) -> Any:
     """The arrays that a sync brings to the rollout, as `ShapeDtypeStruct`s with shardings: all weights, or the adapters
-    if they decode beside their base."""
+    if the rollout keeps their base beside them."""
     apart, shardings = _apart(layout), decoding.shardings
     params = layout.trained_shapes if apart else layout.param_shapes
     if decoding.dtype is not None:
@@ -328,6 +328,7 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
     The optimizer's state and frozen weights always stay. A copy of the weights for decoding, and the arrays of a step's
     completions, stay while the trainer works. The cache stays while prompts are prefilled. The reference's weights are
     there during "log-probs" if it may differ from the policy, and during updates that sum the KL over the vocabulary.
+    With `reference.resident`, and for a teacher, these weights always stay, unless `offload` names the reference.
     """
     c, shape = layout.config, row_shape(layout.config)
     weights = bytes_on_a_device(layout.abstract_trained)
@@ -341,14 +342,14 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
     stays = _resident_reference(layout)
     read = _reference_bytes(layout)
     other = read if stays or reference_differs(c) else 0
-    anchor = read if c.loss.estimator == "exact" else stays if teacher_folder(c) else 0
+    anchor = read if c.loss.estimator == "exact" else stays
     sampling = _held_while_sampling(layout, learner, decoding)
     return {
         "log-probs": training + slots + other,
-        "baseline": training + slots,
+        "baseline": training + slots + stays,
         "start": training + slots + anchor,
         "add": training + slots + anchor,
-        "apply": training + frozen,
+        "apply": training + frozen + anchor,
         "update": training + anchor,
         "prefill": sampling + cache,
         "decode": sampling,

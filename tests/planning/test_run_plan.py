@@ -108,6 +108,17 @@ def test_decoding_in_eight_bits_is_planned_in_eight_bits(monkeypatch):
     assert (matrices + 4 * wide) / 8 < held < matrices / 8 + 4 * wide, "embeddings and matrices are spread, scales not"
 
 
+def test_a_resident_reference_counts_beside_every_program():
+    config = resolve(qwen3_0p6b_gsm8k.get_config())
+    before = memory.resident(*parts_of(config))
+    config.reference.resident = True
+    after = memory.resident(*parts_of(config))
+    sharded = 4 * 596_049_920 / 8
+    apart = {name: after[name] - before[name] for name in before}
+    assert apart.pop("log-probs") == 0, "there for its own pass already"
+    assert apart == pytest.approx(dict.fromkeys(apart, sharded), rel=1e-3)
+
+
 def test_what_is_offloaded_leaves_the_chips():
     config = resolve(qwen3_0p6b_gsm8k.get_config())
     before = memory.resident(*parts_of(config))
