@@ -48,8 +48,8 @@ Record = dict[str, Any]
 class Drift:
     """The entropy of a policy, and its KL to the initial policy: KL(π_θ‖π_initial) of completions, not of tokens.
 
-    The estimate of the KL is the mean over completions x ~ π_θ of Σ_t log π_θ(x_t) − log π_initial(x_t). It is unbiased
-    where the completions are drawn at the temperature of `logprobs`. It can be negative by chance.
+    The estimate of the KL is the mean over completions x ~ π_θ of Σ_t log π_θ(x_t) − log π_initial(x_t). This mean is
+    unbiased where the completions are drawn at the temperature of `logprobs`, and can be negative by chance.
 
     Attributes:
       snapshots: hold the trained arrays of the initial policy as number 0.
@@ -349,7 +349,7 @@ def open_folder(out: str | None, stem: Path, settings: dict[str, Any]) -> Path:
     """Makes or reopens the folder of an evaluation, and returns the folder: `out`, or for None or "" `stem` with a hash
     of `settings`. settings.json in the folder holds the settings. The hash includes a secret of the user. So
     completions that came with another person's run are never taken over. Raises ValueError if the folder holds another
-    evaluation (the message names what differs), or a link is in the way."""
+    evaluation (the message names what differs) or completions.jsonl alone, or a link is in the way."""
     text = to_json(settings, indent=1) + "\n"
     digest = hashlib.sha256(storage.files.secret() + text.encode()).hexdigest()[:8]
     folder = Path(out) if out else stem.with_name(f"{stem.name}-{digest}")
@@ -357,6 +357,8 @@ def open_folder(out: str | None, stem: Path, settings: dict[str, Any]) -> Path:
     there = folder.iterdir() if folder.is_dir() else ()
     if links := [p for p in ([*there] if out else [folder.parent, folder, *there]) if p.is_symlink()]:
         raise ValueError(f"{links[0]} is a link, and nothing is written through it: remove it, or give another --out")
+    if (folder / "completions.jsonl").exists() and not file.exists():
+        raise ValueError(f"{folder} has a completions.jsonl of something else (no settings.json): give another --out")
     now = json.loads(text)
     known = read_object(file) if file.exists() else now
     differing = [f"{k} was {known.get(k)!r}, now {v!r}" for k, v in now.items() if known.get(k) != v]

@@ -113,6 +113,13 @@ def test_an_evaluation_writes_through_no_link(tmp_path, link):
     assert [p.name for p in victim.iterdir()] == ["kept"] and (victim / "kept").read_text(encoding="utf-8") == "kept"
 
 
+def test_an_evaluation_never_cuts_completions_of_something_else(tmp_path):
+    (file := tmp_path / "completions.jsonl").write_text('{"mine": 1}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"has a completions\.jsonl of something else"):
+        evaluation.open_folder(str(tmp_path), tmp_path / "s", {"a": 1})
+    assert [*tmp_path.iterdir()] == [file] and file.read_text(encoding="utf-8") == '{"mine": 1}\n'
+
+
 def test_the_lock_of_a_lease_and_a_file_in_the_making_follow_no_link(tmp_path):
     (victim := tmp_path / "victim").write_text("kept", encoding="utf-8")
     (tmp_path / ".owners").mkdir()
