@@ -114,9 +114,9 @@ class Parent:
     def move(self, config: ConfigDict, collector: Collector, reference: Reference) -> str:
         """Moves `collector` and `reference`, which are new, to the parent's position.
 
-        If the branch's `config` differs, sampled groups are dropped. The order of other problems begins anew; if a
-        field of `reference` differs, the branch's first policy is the reference. Returns a line that says what begins
-        anew. Raises ValueError if problems differ though the configs are equal, or a snapshot is missing or damaged."""
+        If a field of `config` that decides the numbers differs, sampled groups are dropped, and the order of other
+        problems begins anew; if it is a field of `reference`, the branch's first policy is the reference. Returns a
+        line that says what begins anew. Raises ValueError if only the problems differ, or a snapshot is damaged."""
         anew, now = [], {k: v for k, v in run_folder.identity(config).items() if k != run_folder.START_FROM}
         then = {k: v for k, v in run_folder.renewed(self.identity).items() if k != run_folder.START_FROM}
         if now == then:

@@ -157,10 +157,10 @@ def make_stage(config: ConfigDict, handed: Handed = NOTHING) -> Stage | None:
 
 
 def open_tokenizer(config: ConfigDict, task: Task, run_dir: Path) -> data.Tokenizer:
-    """The tokenizer in the folder or hub address `model.tokenizer`, else `model.path`. If both are unset, it is a
-    SentencePiece model, which the first call trains on `task.texts` and keeps in `run_dir`/tokenizer.model; all
-    processes of the run then call together. Raises ValueError if a folder has no tokenizer, or there is no text to
-    train on."""
+    """The tokenizer in the folder or hub address `model.tokenizer`, else `model.path`. If both are unset, the tokenizer
+    is a SentencePiece model, which the first call trains on `task.texts` and keeps in `run_dir`/tokenizer.model. All
+    processes of the run call together. Raises ValueError if a folder has no tokenizer, or there is no text to train on.
+    """
     if address := config.model.tokenizer or config.model.path:
         return data.load_tokenizer(models.local_folder(address, weights=False))
     file = run_dir / "tokenizer.model"
@@ -383,10 +383,9 @@ def check_inputs(experiment: Experiment, folder: Path, *, begins: bool) -> dict[
 
 
 def note_start(folder: Path, checksum: int, parent: checkpointing.Parent | None = None) -> None:
-    """Adds to `folder`/inputs.json the `checksum` of the first weights: of the frozen weights if a run begins with new
-    adapters, of the trained arrays of its parent in a branch. Runs are compared only if they begin with equal weights;
-    a warm start gives other weights on another machine. A branch also notes its `parent` as "/home/me/runs/A@100". Only
-    the first process writes."""
+    """Adds to `folder`/inputs.json the `checksum` of the first weights: of the frozen weights if there are adapters, of
+    the trained arrays in a branch. Runs are compared only if they begin with equal weights; a warm start gives other
+    weights on another machine. A branch also notes its `parent` as "/home/me/runs/A@100". The first process writes."""
     if hosts.is_first():
         known = read_if_there(folder / INPUTS) | {START: f"{checksum:016x}"}
         known |= {} if parent is None else {PARENT: parent.name}
