@@ -21,9 +21,9 @@ MAX_STOP_TOKENS = 8
 
 @flax.struct.dataclass
 class Prefix:
-    """P prompts of T tokens after a forward pass: the hidden states [P, D] of their last tokens, which predict the
-    first completion tokens; the cache of their keys and values; and, if they are recorded, the k experts of each token
-    in each of L layers, [P, T, L, k]."""
+    """P prompts of T tokens, padding included, after a forward pass: the hidden states [P, D] of their last tokens,
+    which predict the first completion tokens; the cache of their keys and values, a slot for each prompt; and the k
+    experts of each token in each of L layers, [P, T, L, k], None if experts are not recorded."""
 
     hidden: jax.Array
     cache: KVCache
@@ -38,7 +38,7 @@ class SlotSampling:
       temperature, top_p, min_p: f32[S]; temperature 0 is greedy, top_p 1 and min_p 0 are off.
       top_k: i32[S]; 0 is off.
       stop_tokens: i32[S, MAX_STOP_TOKENS], the tokens that end a completion; -1 where unused.
-      limit: i32[S], the most tokens of the completion.
+      limit: i32[S], the most tokens of the completion at the end of its present turn.
     """
 
     temperature: Any
@@ -50,7 +50,7 @@ class SlotSampling:
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], slots: int) -> SlotSampling:
-        """Numpy arrays of `slots` entries: those of `samplings` in their order, then zeros without a stop token."""
+        """Returns numpy arrays: slot i has the i-th of `samplings`, and the slots after them 0 and no stop token."""
         temperature, top_p, min_p = np.zeros((3, slots), np.float32)
         top_k, limit = np.zeros((2, slots), np.int32)
         stop_tokens = np.full((slots, MAX_STOP_TOKENS), -1, np.int32)
@@ -61,12 +61,12 @@ class SlotSampling:
 
     def draw(self, logits: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Draws a token for each slot from logits f32[S, V] with typed random keys [S]. Returns the tokens i32[S] and
-        their log-probabilities f32[S], in nats after the cuts, and 0 where the temperature is 0."""
+        their log-probabilities f32[S], in nats, after temperature and cuts; 0 where the temperature is 0."""
         return sample(logits, keys, self.temperature, self.top_p, self.top_k, self.min_p)
 
     def ends(self, tokens: jax.Array, emitted: jax.Array) -> jax.Array:
-        """bool[S], whether each slot's completion ends with the token i32[S] that the slot has drawn, by a stop token
-        or by its limit. `emitted` i32[S] is the number of the completion's tokens, this token included."""
+        """Returns bool[S], whether the token of `tokens` i32[S] that a slot has just drawn is a stop token or reaches
+        the slot's limit. `emitted` i32[S] is the number of each completion's tokens, this token included."""
         return (tokens[:, None] == self.stop_tokens).any(-1) | (emitted >= self.limit)
 
 
@@ -85,7 +85,7 @@ class Insertions:
       count: i32, the number of rows. Later entries of the arrays are ignored.
       slots: i32[S], the slot of each row; out of range after `count`.
       prefix_rows: i32[S], the row of the `Prefix` that has the tokens to copy.
-      emitted: i32[S], how many of those tokens belong to the completion already.
+      emitted: i32[S], how many of the copied tokens belong to the completion; the others are its prompt.
       counters: u32[4, S], the seed, step, prompt_id and index from which each completion's random key is made.
       sampling: the sampling parameters of each row.
     """
@@ -99,7 +99,7 @@ class Insertions:
 
     @classmethod
     def of(cls, rows: Sequence[Insertion], slots: int) -> Insertions:
-        """Numpy arrays of `rows`, in their order, for programs with `slots` slots. Counters are taken modulo 2^32."""
+        """Returns numpy arrays of `rows`, in their order, for `slots` slots in all. Counters are taken modulo 2^32."""
         into, (prefix_rows, emitted) = np.full(slots, slots, np.int32), np.zeros((2, slots), np.int32)
         counters = np.zeros((4, slots), np.uint32)
         for i, (slot, prefix_row, drawn, origin, _) in enumerate(rows):
@@ -117,9 +117,9 @@ class Extensions:
       tokens: i32[P, T], padded on the right.
       lengths: i32[P], the number of a row's tokens without padding; 0 for a row that is padding.
       slots: i32[P], the slot of each row; out of range for a row that is padding.
-      starts: i32[P], the number of tokens in the slot before.
+      starts: i32[P], the number of tokens in the slot before these tokens are appended, prompt included.
       begins: bool[P], whether the slot then draws tokens again. Otherwise a later call appends further tokens.
-      emitted: i32[P], the number of tokens of the completion, all tokens of the observation included.
+      emitted: i32[P], the number of tokens of the completion, with all tokens of the observation, also of later calls.
       limit: i32[P], the most tokens of the completion at the end of its next turn.
     """
 
@@ -133,8 +133,8 @@ class Extensions:
 
     @classmethod
     def of(cls, rows: Sequence[Extension], slots: int, shape: tuple[int, int]) -> Extensions:
-        """Numpy arrays of `rows`, in their order, for programs with `slots` slots. `shape` is (P, T), for at most P
-        rows of at most T tokens; the remaining rows are padding."""
+        """Returns numpy arrays of `rows`, in their order, for programs with `slots` slots. `shape` is (P, T), for at
+        most P rows of at most T tokens; the remaining rows are padding."""
         tokens, into = np.zeros(shape, np.int32), np.full(shape[0], slots, np.int32)
         lengths, starts, emitted, limits = np.zeros((4, shape[0]), np.int32)
         begins = np.zeros(shape[0], bool)
@@ -149,12 +149,12 @@ class DecodeState:
     """All S slots of a thread between two dispatches. Methods return a new state.
 
     Attributes:
-      cache: the keys and values of the slots' tokens.
-      hidden: [S, D], from which each slot's next token is predicted.
+      cache: the keys and values of the slots' tokens; the length of a slot that is not active is 0.
+      hidden: [S, D], the hidden states that predict each slot's next token.
       keys: u32[S, 2], the raw random keys of the completions.
       emitted: i32[S], the number of tokens of each completion so far.
       sampling: the sampling parameters of each slot.
-      active: bool[S], the slots that draw tokens. A free slot, and one whose turn or completion has ended, does not.
+      active: bool[S], the slots that draw tokens; not free slots, nor slots whose turn or completion has ended.
     """
 
     cache: KVCache
@@ -168,8 +168,9 @@ class DecodeState:
     def empty(
         cls, config: DecoderConfig, slots: int, capacity: int, dtype, *, int8_kv: bool = False, unstacked: bool = False
     ) -> DecodeState:
-        """Allocates a state of `slots` free slots of `capacity` tokens each, in `dtype`, for the model `config`.
-        `int8_kv`: the cache has eight bits. `unstacked`: each layer has its own arrays in the cache."""
+        """Allocates a state of `slots` free slots of `capacity` tokens each, for the model `config`, in `dtype`.
+        `int8_kv`: the cache is int8. `unstacked`: each layer has its own arrays in the cache. Raises ValueError for
+        both together."""
         return cls(
             cache=KVCache.empty(config, slots, capacity, dtype, int8=int8_kv, unstacked=unstacked),
             hidden=jnp.zeros((slots, config.embed_dim), dtype),
@@ -181,8 +182,8 @@ class DecodeState:
 
     @classmethod
     def logical_axes(cls, *, int8_kv: bool = False, layers: int = 0) -> DecodeState:
-        """A state with the logical axes of every array in its place: for each dimension a name, or None. `layers`:
-        their number if each has its own arrays in the cache, else 0. `int8_kv`: the cache has eight bits."""
+        """Returns a state that has, in place of every array, a tuple with the logical axis or None of each dimension.
+        `layers`: the number of layers if each has its own arrays in the cache, else 0. `int8_kv`: an int8 cache."""
         slot: Any = ("slots",)
         row: Any = ("slots", None)
         sampling = SlotSampling(slot, slot, slot, slot, stop_tokens=row, limit=slot)
@@ -225,8 +226,8 @@ class DecodeState:
         )
 
     def stop(self, ended: jax.Array) -> DecodeState:
-        """Makes the slots of the mask `ended` bool[S] inactive; the cache of an inactive slot has length 0. Nothing
-        overwrites its keys and values until the slot is filled or continued."""
+        """Makes the slots of the mask `ended` bool[S] inactive, and sets the cache's length of all inactive slots to 0.
+        Their keys and values stay until the slot is filled or extended."""
         active = self.active & ~ended
         return replace(self, active=active, cache=replace(self.cache, lengths=jnp.where(active, self.cache.lengths, 0)))
 
@@ -239,7 +240,7 @@ class DecodeResult:
       tokens: i32[S, K]. The first `counts` entries of a row are the slot's tokens; the others have no meaning.
       logprobs: f32[S, K], of these tokens, in nats.
       counts: i32[S], the number of tokens that each slot drew.
-      active: bool[S], the slots that draw further tokens.
+      active: bool[S], the slots that are active after the dispatch, and draw further tokens in the next one.
       experts: [S, K, L, k], the k experts of each token in each of L layers; None if they are not recorded.
     """
 

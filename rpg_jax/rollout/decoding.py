@@ -31,10 +31,11 @@ class Decoding:
       threads: threads that decode, each an equal share of the slots, on one device. A program of XLA's for CPUs seldom
         uses two cores at a time; two programs do.
       steps_per_dispatch: the most decode steps of one launched program. The host sees the tokens after each program.
-      prefill_tokens: the most tokens of one forward pass over prompts, padding included. A longer prompt goes alone.
-      refill: while completions wait, a dispatch ends early once this fraction of the slots is idle.
-      patience_s: seconds that a completion keeps its slot while its environment replies and others wait for a slot.
-        After that the completion gives the slot away, and all its tokens are read again after the reply.
+      prefill_tokens: the tokens, padding included, that one forward pass over prompts should have at most. The number
+        of prompts is then rounded up to a power of two, see `prefill_shape`. A longer prompt goes alone.
+      refill: while completions wait for slots or replies, a dispatch ends once this share of the slots fell idle in it.
+      patience_s: seconds that a completion keeps its slot for sure while its environment replies. After that a waiting
+        completion may take the slot; then all tokens of the first completion are read again after the reply.
       dtype: the dtype of the decoding weights; None for the trainer's dtype.
       int8: whether the matrices of the layers are rounded to eight bits, with one scale per output channel.
       int8_kv: whether the cache keeps keys and values in eight bits, with one scale per token and head.
@@ -42,7 +43,7 @@ class Decoding:
       mesh: the devices that decode; None for JAX's default device. Slots and key-value heads are spread over the
         devices, and the drawn tokens are replicated. The devices may be others than the trainer's.
       rules: for each logical axis the axis of `mesh`.
-      shardings: the shardings of the decoding weights on `mesh`, a pytree like the weights; None for the trainer's.
+      shardings: where the weights that a sync brings lie on `mesh`, as `Weights` takes it; None: as the trainer's lie.
     """
 
     slots: int
@@ -73,19 +74,19 @@ class Decoding:
 
 
 def capacity(max_prompt_tokens: int, max_tokens: int) -> int:
-    """The tokens of a slot for the longest prompt with the longest completion, rounded up to a multiple of 16."""
+    """Returns the tokens of a slot for the longest prompt and completion, rounded up to a multiple of 16."""
     return -(-(max_prompt_tokens + max_tokens) // 16) * 16
 
 
 def prompt_bucket(length: int, capacity: int) -> int:
-    """The tokens to which a prompt of `length` is padded: 16 or the next power of two, but at most `capacity`.
-    `capacity` is the tokens of a slot; `length` is from 1 to `capacity`."""
+    """Returns the number of tokens to which a prompt of `length` tokens is padded: the next power of two, at least 16
+    and at most `capacity`, the tokens of a slot. `length` is from 1 to `capacity`."""
     return min(max(_SMALLEST_BUCKET, power_of_two(length)), capacity)
 
 
 def attention_bucket(length: int, capacity: int) -> int:
-    """The cache positions that a dispatch reads of each slot if no slot has more than `length` tokens: 128 or the next
-    power of two, but at most `capacity`, the tokens of a slot."""
+    """Returns the number of cache positions that a dispatch reads of each slot if no slot has more than `length`
+    tokens: the next power of two, at least 128 and at most `capacity`, the tokens of a slot."""
     return min(max(_SMALLEST_ATTENTION, power_of_two(length)), capacity)
 
 
@@ -95,7 +96,7 @@ def prompts_per_prefill(bucket: int, prefill_tokens: int = PREFILL_TOKENS) -> in
 
 
 def prefill_shape(max_prompt_tokens: int, capacity: int, prefill_tokens: int = PREFILL_TOKENS) -> tuple[int, int]:
-    """The shape (prompts, tokens of each), padding included, of the largest forward pass over prompts that have
+    """Returns the shape (prompts, tokens of each), padding included, of the largest forward pass over prompts that have
     `max_prompt_tokens`. `capacity` is the tokens of a slot. The number of prompts is rounded up to a power of two, so
     the pass may have more than `prefill_tokens`, the tokens that it should have at most."""
     bucket = prompt_bucket(max_prompt_tokens, capacity)
@@ -108,8 +109,8 @@ def power_of_two(n: int) -> int:
 
 
 def completion_keys(seed: jax.Array, step: jax.Array, prompt_id: jax.Array, index: jax.Array) -> jax.Array:
-    """Raw threefry keys u32[S, 2] of S completions, by fold_in over seed, `PURPOSE`, step, prompt_id and index. Each
-    argument is u32[S]; `index` is the completion's number in its group. `token_keys` folds in a token's position."""
+    """Returns raw threefry keys u32[S, 2] of S completions, by fold_in over seed, `PURPOSE`, step, prompt_id and index.
+    Each argument is u32[S]; `index` is the completion's number in its group, from 0."""
 
     def chain(seed, *counters):
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), PURPOSE)
@@ -121,8 +122,8 @@ def completion_keys(seed: jax.Array, step: jax.Array, prompt_id: jax.Array, inde
 
 
 def token_keys(keys: jax.Array, position: jax.Array) -> jax.Array:
-    """Typed keys [S] to draw one token of each of S completions, from their raw keys u32[S, 2] of `completion_keys` and
-    the token's `position` in its completion, i32[S], counted from 0."""
+    """Returns typed keys [S] to draw one token of each of S completions: the completion's raw key in `keys` u32[S, 2],
+    from `completion_keys`, with the token's `position` i32[S] in its completion, from 0, folded in."""
     return jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys, impl="threefry2x32"), position)
 
 
@@ -160,9 +161,10 @@ def sample(
 
 
 def _draw(logits: jax.Array, keys: jax.Array, greedy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Gumbel-max in two stages: a block of the vocabulary by its mass, then a token within it. This is exact and takes
-    about 2·√V random numbers a slot instead of V. At V = 151,936, V random numbers cost more than the head's matrix
-    product; the cost of 2·√V is too small to measure."""
+    """Returns a token i32[S] of each row of `logits`, -inf at cut tokens, and its log-probability f32[S]: the most
+    probable token and 0 where `greedy`. Elsewhere, Gumbel-max draws a block of the vocabulary by its mass, then a token
+    within the block. This is exact and takes about 2·√V random numbers a slot; V random numbers would cost more than
+    the head's matrix product at V = 151,936."""
     slots, vocabulary = logits.shape
     width = 1 << (max(vocabulary - 1, 1).bit_length() + 1) // 2
     blocks = -(-vocabulary // width)
@@ -185,7 +187,7 @@ def _draw(logits: jax.Array, keys: jax.Array, greedy: jax.Array) -> tuple[jax.Ar
 
 
 def _smallest_kept(logits: jax.Array, top_p: jax.Array, top_k: jax.Array, min_p: jax.Array) -> jax.Array:
-    """The threshold f32[S] of each slot's logits f32[S, V]: sampling keeps the logits at or above the threshold. The
+    """Returns a threshold f32[S] for each slot's logits f32[S, V]: sampling keeps logits at or above the threshold. The
     threshold is the highest of three: top-k's, top-p's over the renormalised tokens of top-k, and min-p's, which is the
     largest logit plus log(min_p). It is at most the largest logit, so sampling keeps a token."""
     order, vocabulary = _ordered(logits), logits.shape[-1]
@@ -198,7 +200,7 @@ def _smallest_kept(logits: jax.Array, top_p: jax.Array, top_k: jax.Array, min_p:
 
 
 def _largest_reaching(order: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:
-    """Largest t u32[S] such that the weights of the entries with order >= t sum to at least `target`; else 0."""
+    """Returns the largest t u32[S] such that the `weights` of entries with order >= t sum to `target` or more; or 0."""
 
     def set_bit(i, t):
         candidate = t | jnp.left_shift(jnp.uint32(1), jnp.uint32(31 - i))
@@ -209,7 +211,7 @@ def _largest_reaching(order: jax.Array, weights: jax.Array, target: jax.Array) -
 
 
 def _ordered(x: jax.Array) -> jax.Array:
-    """Bit patterns of f32 as u32 in the same order as the numbers."""
+    """Maps each f32 to a u32 such that the integers have the order of the numbers; `_unordered` maps back."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 

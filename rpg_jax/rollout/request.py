@@ -1,4 +1,4 @@
-"""A request for completions, the environment that answers it, and each completion in the making."""
+"""A request for completions, the environment that answers the completions, and each completion in the making."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from rpg_jax.rollout.decode_state import MAX_STOP_TOKENS
 from rpg_jax.types import Completion, FinishReason, Sampling, Turns
 
 OnGroup = Callable[[int, list[Completion]], None]
-"""Receives the place of a prompt in its request, and the completions of the prompt, complete and in order."""
+"""Receives the place of a prompt in its request, and all completions of the prompt, in the order of their numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Reply:
 
     Attributes:
       tokens: i32[m], m >= 1, the observation, which the policy reads before its next turn; None ends the conversation.
-      reward: the reward of the turn.
+      reward: the reward of the turn that the reply answers.
       error: the kind of failure, one of `rewards.KINDS`, that ended the conversation; None without a failure.
-      out_of_turns: the limit of turns ended the conversation, and the environment would have continued it.
+      out_of_turns: whether the limit of turns ended a conversation that the environment would have continued.
     """
 
     tokens: np.ndarray | None
@@ -32,7 +32,7 @@ class Reply:
 
 
 class Responder(Protocol):
-    """An environment as a rollout sees it: tokens of the policy's turn in, tokens of the next observation out."""
+    """An environment as a rollout sees it: it takes a turn of the policy as tokens, and gives the next observation."""
 
     @property
     def turn_tokens(self) -> int:
@@ -40,9 +40,10 @@ class Responder(Protocol):
         ...
 
     def respond(self, place: int, index: int, tokens: np.ndarray, finish_reason: FinishReason) -> Future[Reply]:
-        """Asks for the reply to a turn, and returns its future at once. The turn is the next one of completion `index`
-        of the group at `place` in the request; its tokens are i32[n]. A `finish_reason` "length" ends the conversation:
-        the reply has no tokens. The future never raises: a failure of the environment is a `Reply` with an `error`."""
+        """Asks for the reply to a turn, and returns the reply's future at once. The turn is the next turn of completion
+        `index` of the group at `place` in the request; `tokens` i32[n] are the turn's, a stop token included. After the
+        `finish_reason` "length" the reply has no tokens: the conversation ends. The future does not raise: a failure of
+        the environment is a `Reply` with an `error`."""
         ...
 
 
@@ -52,10 +53,10 @@ class Start:
 
     Attributes:
       seed, step: counters of the random keys, in place of the request's.
-      max_tokens: the most tokens of a completion after the request, `drawn` included.
-      index: the number in its group of the one completion that goes on. The tokens that earlier requests drew are the
-        end of the prompt. None: all completions of the group begin.
-      drawn: the number of tokens that earlier requests drew.
+      max_tokens: the most tokens of a completion after this request, with the `drawn` tokens of earlier requests.
+      index: only the completion with this number in its group goes on. Its `drawn` tokens are the end of the prompt.
+        None: all completions of the group begin.
+      drawn: the number of the completion's tokens that earlier requests drew.
     """
 
     seed: int
@@ -78,17 +79,17 @@ class Request:
       done: places of prompts whose groups the caller already has. These groups are not sampled and come back empty.
         Other prompts run in programs of the same shapes as without `done`.
       on_group: receives each group once, as soon as the group is complete, perhaps in another thread. Other threads
-        wait while `on_group` runs, so it should only note the group down.
-      expected: tokens of a mean completion of each prompt; None where unknown. The longest completions begin first.
+        wait while `on_group` runs, so it should only note the group down. If it raises, sampling fails.
+      expected: the tokens of a mean completion, for each prompt; None: not known. The longest completions begin first.
       environment: answers every turn. A completion then is a conversation of at most `sampling.max_tokens` tokens, the
         environment's tokens included. None: a completion is one turn.
       starts: how the completions of each prompt begin; None: all begin anew, with this request's counters and limit.
-      places: the places whose prompts are read, in programs of the same shapes as without the other prompts. All other
-        places are in `done`. None: all prompts.
+      places: only the prompts at these places are read; programs have the shapes that these prompts alone need. All
+        other places must be in `done`. None: all prompts.
 
     Raises ValueError unless there is one id per prompt, `group_size` is at least 1, there are at most `MAX_STOP_TOKENS`
-    stop tokens, `top_k` is below 2^31, each prompt is a 1-D array of at least one token, and with an environment no
-    start has drawn tokens.
+    stop tokens, `top_k` is below 2^31, each prompt that is read is a 1-D array of at least one token, and with an
+    environment no start has drawn tokens.
     """
 
     prompts: Sequence[np.ndarray]
@@ -126,7 +127,7 @@ class Request:
 
     def check_fits(self, *, capacity: int, vocab_size: int) -> None:
         """Raises ValueError if a stop token or a prompt's token is not below `vocab_size` or is negative, or if a
-        prompt with `sampling.max_tokens` more tokens is longer than `capacity`, the tokens of a slot."""
+        prompt, without its `drawn` tokens, and `sampling.max_tokens` exceed `capacity`, the tokens of a slot."""
         stop, max_tokens = self.sampling.stop_token_ids, self.sampling.max_tokens
         if not all(0 <= token < vocab_size for token in stop):
             raise ValueError(f"stop tokens must be in the vocabulary 0..{vocab_size - 1}, got {stop}")
@@ -146,9 +147,8 @@ class Request:
 
     @property
     def order(self) -> list[int]:
-        """The places whose prompts are read, in the order in which to begin them: the longest expected completions
-        first; among equals, the longest prompts first. An unknown expected length counts as the mean of the known
-        lengths."""
+        """The places whose prompts are read, in the order in which to begin their completions: the longest expected
+        first; among equals, the longest prompts first. An unknown expected length counts as the mean of the known."""
         known = self.expected or [None] * len(self.prompts)
         usual = float(np.mean([n for n in known if n is not None] or [0]))
         to_come = [usual if n is None else n for n in known]
@@ -163,8 +163,8 @@ class Request:
         return self.starts[place] if self.starts else Start(self.seed, self.step, self.sampling.max_tokens)
 
     def indices(self, place: int) -> Sequence[int]:
-        """The numbers of the completions that the request draws of the group at `place`: from 0 to `group_size` - 1, or
-        only the one that goes on."""
+        """The numbers in their group of the completions that the request draws for the prompt at `place`: from 0 to
+        `group_size` - 1, or only `Start.index`. `done` does not count here."""
         index = self.start(place).index
         return range(self.group_size) if index is None else [index]
 
@@ -186,9 +186,9 @@ class Transcript:
     Attributes:
       tokens, logprobs: i32[n] and f32[n] of each piece; an observation's log-probabilities are 0.
       experts: [n, L, k] of each piece, the k experts of each token in each of L layers; [] if they are not recorded.
-      versions: for each piece, the version of the weights that drew or read it.
+      versions: for each piece, the version of the weights that drew or read the piece.
       count: the number of tokens of all pieces.
-      turn_start: the number of tokens before the present turn.
+      turn_start: the number of tokens of the completion before the present turn.
       observations: (first, end) of each observation: the index of its first token, and the index after its last token.
       rewards, error: the rewards of all replies, and the error of the last reply, None without an error.
       cut: "length" if an observation and a token after it did not fit; "turns" at the limit of turns; else None.
@@ -206,8 +206,8 @@ class Transcript:
     cut: FinishReason | None = None
 
     def extend(self, tokens: np.ndarray, logprobs: np.ndarray, version: int, experts: np.ndarray | None = None) -> None:
-        """Adds a piece, unless it is empty: tokens i32[n] that weights of `version` drew or read, their
-        log-probabilities f32[n], and their experts [n, L, k]."""
+        """Adds a piece, unless the piece is empty: tokens i32[n] that weights of `version` drew or read, their
+        log-probabilities f32[n], and their experts [n, L, k] (None: not recorded)."""
         if not len(tokens):
             return
         self.tokens.append(tokens)
@@ -237,10 +237,10 @@ class Row:
       environment: answers the completion's turns; None for a completion of one turn.
       channel: the `Channel` to which JetStream's driver reports this row; None for other drivers.
       prompt_row: the row of the `Prefix` that has the tokens so far.
-      prompt_experts: the `Prefix.experts` of that prefill, which wait on the device until a completion needs them.
+      prompt_experts: `Prefix.experts` of that `Prefix`, which stay on the device until `completion` reads them.
       cancelled: the caller no longer wants the completion; its slot is freed at the next dispatch.
       transcript: the tokens of the policy and of the environment, in order.
-      made: the completion, once it has ended.
+      made: the result of `completion`, after its first call; None before.
     """
 
     prompt: np.ndarray
@@ -264,7 +264,7 @@ class Row:
     @property
     def limit(self) -> int:
         """The most tokens that `transcript` may have at the end of the present turn, by the limit of the completion and
-        by the environment's limit of a turn."""
+        the environment's limit of a turn. Tokens of earlier requests do not count."""
         most = self.sampling.max_tokens - self.drawn
         return (
             most if self.environment is None else min(most, self.transcript.turn_start + self.environment.turn_tokens)
@@ -272,7 +272,7 @@ class Row:
 
     @property
     def of_turn(self) -> Sampling:
-        """`sampling` for the present turn: with an environment, its `max_tokens` is `limit`."""
+        """`sampling`; with an environment a copy, whose `max_tokens` is `limit`."""
         return self.sampling if self.environment is None else dataclasses.replace(self.sampling, max_tokens=self.limit)
 
     @property
@@ -288,8 +288,8 @@ class Row:
         return self.environment.respond(self.group, self.counters[-1], turn, self._reason(turn))
 
     def take(self, reply: Reply, version: int) -> bool:
-        """Notes a reply in `transcript`, and returns whether the completion goes on. It goes on if the reply has an
-        observation, which weights of `version` will read, and the observation leaves room for a token."""
+        """Notes a reply in `transcript`, and returns whether the completion goes on: the reply has an observation, and
+        the observation leaves room for a token. Only then is the observation noted, as read by weights of `version`."""
         self.transcript.rewards.append(reply.reward)
         self.transcript.error = reply.error
         if reply.out_of_turns:
@@ -303,7 +303,7 @@ class Row:
         return True
 
     def completion(self) -> Completion:
-        """The completion, for a row that has ended. Later calls return the same object."""
+        """The completion of a row that has ended, with at least one token. Later calls return the same object."""
         if self.made is None:
             transcript = self.transcript
             tokens, logprobs = np.concatenate(transcript.tokens), np.concatenate(transcript.logprobs)
