@@ -39,14 +39,15 @@ class LockstepRollout(Rollout):
         self._busy = threading.Lock()
 
     def sync_weights(self, params: Params | Staged, version: int) -> None:
-        """Waits until no call samples, then makes `params` the rollout's weights; their completions have `version`."""
+        """Waits until no call samples, then makes `params` the rollout's weights, with the number `version`."""
         with self._busy:
             super().sync_weights(params, version)
 
     def sample(self, request: Request) -> list[list[Completion]]:
-        """Decodes until all completions have ended; returns those of each prompt in order, [] for one in
+        """Decodes until all completions have ended; returns those of each prompt in order, [] for a prompt in
         `request.done`. Raises ValueError if the request does not fit the engine, or has an environment while several
-        hosts decode; and RolloutError if decoding fails, with the fault as its cause."""
+        hosts decode; RolloutError if decoding or `on_group` fails, with the fault as its cause, or as
+        `completions_of` does."""
         if request.environment is not None and jax.process_count() > 1:
             raise ValueError("lockstep hosts cannot wait for an environment's replies: set rollout.driver=orchestrator")
         groups, chunks = plan(self.engine, request)
@@ -62,8 +63,8 @@ class LockstepRollout(Rollout):
 
     def stream(self, request: Request) -> Iterator[np.ndarray]:
         """Yields the tokens i32[n] of the request's only completion, dispatch by dispatch. A dispatch begins when the
-        caller asks for more; until the end, other calls wait. Raises ValueError if the request does not fit the
-        engine."""
+        caller asks for more; until the end, other calls wait. The first `next` raises ValueError if the request does
+        not fit the engine or asks for several completions. A fault in decoding is raised as it is."""
         groups, chunks = plan(self.engine, request)
         [[row]], taken = groups, 0
         with self._busy:
@@ -73,7 +74,7 @@ class LockstepRollout(Rollout):
                 taken = len(pieces)
 
     def _run(self, chunks: deque[Chunk], finish: Finish) -> Iterator[None]:
-        """Decodes until all completions have ended; returns to the caller after each dispatch."""
+        """Decodes until all completions have ended; yields after each dispatch."""
         engine = self.engine
         schedule = Schedule(engine, range(engine.decoding.slots), self.usage)
 
@@ -101,8 +102,8 @@ class Driver:
 
     Attributes:
       make: makes the `Rollout` from the model's config and graphdef, `Weights` and `Decoding`; None if `remote`.
-      spans_hosts: whether one rollout decodes all prompts on a mesh over all hosts. Otherwise each host decodes its
-        share of the prompts, on its own devices.
+      spans_hosts: whether one rollout decodes all prompts on a mesh over all hosts. Otherwise each host decodes a part
+        of the prompts, on its own devices.
       needs: the name of a Python package without which lockstep takes over; "" if the driver needs none.
       remote: whether servers sample for a trainer, in other processes.
     """
@@ -114,7 +115,7 @@ class Driver:
 
 
 def _orchestrator(*model: Any) -> Rollout:
-    """The driver with JetStream's threads. Only this function imports JetStream: other drivers work without it."""
+    """Makes a `JetStreamRollout`, which other drivers do not import. Raises ValueError if JetStream lacks a package."""
     try:
         from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
     except ModuleNotFoundError as error:
@@ -135,8 +136,8 @@ LOCAL_DRIVERS = [name for name, driver in DRIVERS.items() if not driver.remote]
 
 
 def find_driver(name: str) -> Driver:
-    """The driver `name` of `DRIVERS`. If the package that it needs is not installed, the first call prints that to
-    stderr, and every call returns lockstep. Raises ValueError for an unknown name."""
+    """Returns the driver `name` of `DRIVERS`; or lockstep, if the package that the driver needs is not installed. The
+    first such call of the process says so on stderr. Raises ValueError for an unknown name."""
     if name not in DRIVERS:
         raise ValueError(f"unknown rollout driver {name!r}; known: {', '.join(DRIVERS)}")
     found = DRIVERS[name]
@@ -164,14 +165,14 @@ def make_rollout(
     merge: bool = False,
 ) -> Rollout:
     """Makes a rollout in this process, with the trainer's `params` as version 0 of its weights. Raises ValueError if
-    the driver is unknown or remote, or if JetStream lacks a package that it needs.
+    the driver is unknown or remote, if JetStream lacks a package that it needs, or if the mesh of `decoding` does not
+    divide the slots or the heads.
 
     Args:
       driver: one of `LOCAL_DRIVERS`. If the driver needs a package that is not installed, lockstep takes over.
       config, graphdef: of the model; `nnx.merge(graphdef, params)` gives the module.
       decoding: the slots and devices, and the dtype and layout of the rollout's weights.
-      base: the frozen weights if `params` are adapters; else None.
-      merge: whether each sync computes the weights from `base` and the adapters. Otherwise a sync moves adapters only.
+      base, merge: the frozen weights if `params` are adapters, else None; and whether a sync merges both (`Weights`).
     """
     make = find_driver(driver).make
     if make is None:

@@ -2,7 +2,7 @@
 
 A slot holds one completion at a time. `prefill` computes a prompt's cache once. `insert` copies the cache into a slot,
 with the completion's key and sampling parameters. `generate` draws tokens until the slot's own stop rule holds.
-`extend` appends an environment's tokens; then the slot draws on. Slots never see each other, and keys never see slots.
+`extend` appends an environment's tokens; then the slot draws on. No completion depends on its slot or on other slots.
 
 With n threads, slot s is slot s // n of thread s % n. Each thread has its own decode state and launches its own
 programs. On a CPU, XLA runs the programs of one thread one after the other, so more threads use more cores.
@@ -31,7 +31,7 @@ State = tuple[DecodeState, ...]
 """The decode state of each thread."""
 
 TOP_TOKENS = 20
-"""The most probable tokens that `DecodeEngine.score` gives at each place."""
+"""The number of most probable tokens that `DecodeEngine.score` gives at each place."""
 _SCORED_TOGETHER = 128  # positions whose logits exist at one time
 
 
@@ -50,7 +50,7 @@ class Scores(NamedTuple):
 
 
 class DecodeEngine:
-    """A model, its weights, and the compiled programs that decode with them. The caller owns the decode state.
+    """A model, its weights, and the compiled programs that decode with the weights. The caller owns the decode state.
 
     The state is donated to each method that returns a new state: the arrays of the old state must not be used again.
     The constructor raises ValueError if the mesh does not divide the slots or the heads.
@@ -79,13 +79,13 @@ class DecodeEngine:
             return tuple(self._programs.init() for _ in self._threads)
 
     def prefill(self, *, tokens: np.ndarray, lengths: np.ndarray) -> Prefix:
-        """The `Prefix` of P prompts, by one forward pass. `tokens` i32[P, T] are padded on the right; `lengths` i32[P]
-        do not count the padding."""
+        """Computes the `Prefix` of P prompts by one forward pass, without waiting for it. `tokens` i32[P, T] are padded
+        on the right; `lengths` i32[P], each at least 1, do not count the padding."""
         with self.weights.pinned() as params, self._scope():
             return self._programs.prefill(params, tokens, lengths)
 
     def insert(self, prefix: Prefix, state: State, rows: Sequence[Insertion]) -> State:
-        """The new state, after the rows of `prefix` that `rows` names were copied into slots, which become active."""
+        """Copies the rows of `prefix` that `rows` names into slots, which become active. Returns the new state."""
         with self.weights.lock, self._scope():
             return tuple(
                 self._programs.insert(one, prefix, Insertions.of(share, self._places)) if share else one
@@ -94,7 +94,7 @@ class DecodeEngine:
 
     def extend(self, state: State, rows: Sequence[Extension], shape: tuple[int, int]) -> State:
         """Appends an environment's tokens to slots that are not active. Returns the new state. Each thread reads its
-        rows in one forward pass of `shape` (rows, tokens of each); the rest of the shape is padding."""
+        rows in one forward pass of `shape` (rows, tokens of each), which has room for them; the rest is padding."""
         with self.weights.pinned() as params, self._scope():
             return tuple(
                 self._programs.extend(params, one, Extensions.of(share, self._places, shape)) if share else one
@@ -105,11 +105,11 @@ class DecodeEngine:
         self, state: State, *, idle: int | None = None, attend_length: int | None = None
     ) -> tuple[State, Sequence[DecodeResult]]:
         """Draws up to `decoding.steps_per_dispatch` tokens for each active slot, in one dispatch. Returns the new
-        state, and the result of each thread on its devices. `fetch` waits for the results, this call need not.
+        state, and the result of each thread on its devices. `fetch` waits for the results; this call need not.
 
         Args:
-          idle: the dispatch ends as soon as so many slots have become idle, so that they can be refilled. With several
-            threads, each thread ends once its share of `idle` is reached. None: the dispatch ends with the last slot.
+          idle: the dispatch ends as soon as so many slots have become idle in it, so that they can be refilled. With n
+            threads, each ends after idle // n of its slots, at least one. None: a thread ends with its last slot.
           attend_length: the caller promises that at the end of the dispatch no prompt with its completion has more
             tokens. None stands for the capacity.
         """
@@ -148,8 +148,9 @@ class DecodeEngine:
         return replace(merged, **{name: None if x is None else x[:, :taken] for name, x in by_step.items()})
 
     def score(self, tokens: np.ndarray) -> Scores:
-        """The scores of the tokens i32[T] of a text, as numpy arrays, with K = `TOP_TOKENS` or the size of a smaller
-        vocabulary. Blocks. T is from 1 to the capacity of a slot; a longer text raises ValueError."""
+        """Returns the scores of the tokens i32[T] of a text, as numpy arrays, with K = `TOP_TOKENS` or the size of a
+        smaller vocabulary. Blocks. Raises ValueError if T is above the capacity of a slot. The caller checks that the
+        tokens are in the vocabulary."""
         padded = np.zeros(prompt_bucket(len(tokens), self.decoding.capacity), np.int32)
         padded[: len(tokens)] = tokens
         with self.weights.pinned() as params, self._scope():
@@ -157,8 +158,8 @@ class DecodeEngine:
         return jax.tree.map(lambda x: np.roll(x, 1, axis=0)[: len(tokens)], jax.device_get(scores))
 
     def lower(self, prompts: int, length: int) -> dict[str, jax.stages.Lowered]:
-        """The lowered programs {"prefill": for `prompts` prompts of `length` tokens, "decode": over a full cache}.
-        Nothing runs or is compiled. The engine's weights may be ShapeDtypeStructs."""
+        """Returns the lowered programs {"prefill": for `prompts` prompts of `length` tokens, "decode": over a full
+        cache}. Nothing runs or is compiled. The engine's weights may be ShapeDtypeStructs."""
         mesh = self.decoding.mesh
         sharding = None if mesh is None else jax.NamedSharding(mesh, jax.P())
         tokens = jax.ShapeDtypeStruct((prompts, length), jnp.int32, sharding=sharding)
@@ -184,18 +185,19 @@ class DecodeEngine:
         return self.decoding.slots // self.decoding.threads
 
     def _by_thread(self, rows: Sequence[Any]) -> list[list[Any]]:
-        """Groups rows by thread. A row begins with its slot, which becomes the slot's place within the thread."""
+        """The rows of each thread. A row begins with its slot, which becomes the slot's place within the thread."""
         n = self.decoding.threads
         return [[(row[0] // n, *row[1:]) for row in rows if row[0] % n == i] for i in range(n)]
 
     def _scope(self) -> contextlib.AbstractContextManager:
-        """Activates the mesh and its rules for the calling thread."""
+        """A context that activates the mesh and its rules, if there is a mesh, for the calling thread."""
         mesh, rules = self.decoding.mesh, self.decoding.rules
         return contextlib.nullcontext() if mesh is None else parallel.activate(mesh, rules)
 
 
 class _Programs:
-    """The jitted programs of an engine, and the shapes of its state. `split` is None if the layers are scanned."""
+    """The jitted programs of an engine, and the shapes of the state of a thread, which has `slots` slots. `split` is
+    None if the layers are scanned (`unrolled` False)."""
 
     def __init__(
         self,
@@ -246,7 +248,7 @@ def _prefill_prompts(
 
 
 def _score_text(graphdef: nnx.GraphDef, params: Any, tokens: jax.Array, length: jax.Array) -> Scores:
-    """For each of the first `length` tokens of i32[T], the scores of the token that follows."""
+    """Returns for each place t of the tokens i32[T] the scores of token t + 1, without meaning from length - 1 on."""
     module = nnx.merge(graphdef, params)
     positions = jnp.arange(tokens.size)[None]
 
@@ -278,7 +280,8 @@ def _decode_steps(
     idle: jax.Array,
     attend_length: int,
 ) -> tuple[DecodeState, DecodeResult]:
-    """Runs up to `steps` decode steps. It ends early when `idle` slots have become idle, or when all slots are."""
+    """Runs up to `steps` decode steps. Ends early when `idle` slots have become idle here, or when all slots are idle.
+    `record`: whether the experts of the tokens are returned. `layers`: the result of `_Programs.split`, or None."""
     module = nnx.merge(graphdef, params)
     floor = jnp.maximum(0, state.active.sum() - idle)
 

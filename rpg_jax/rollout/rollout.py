@@ -56,6 +56,7 @@ class Rollout(abc.ABC):
     a completion may change where two tokens are almost equally probable.
 
     Attributes:
+      weights: the weights of the next dispatch; their `version` is the `weight_version` of completions.
       apart: whether completions are sampled in other processes. `generate`, `exchange` and a sync of staged weights
         then launch no program here, so any thread may call them on any number of hosts.
       split: how several hosts divide the prompts. Only a `Feedable` rollout can have TAKEN.
@@ -68,34 +69,33 @@ class Rollout(abc.ABC):
     split: Split = Split.SHARE
 
     def stage_weights(self, params: Params) -> Staged:
-        """A copy of the trainer's weights in the rollout's dtype, which any thread may sync and verify later. The copy
-        stays valid when the trainer donates `params`."""
+        """Returns a copy of the trainer's weights in the rollout's dtype, which any thread may sync and verify later.
+        The copy stays valid when the trainer donates `params`."""
         return self.weights.stage(params)
 
     def sync_weights(self, params: Params | Staged, version: int) -> None:
-        """Makes `params` the rollout's weights from the next dispatch on; their completions have `version`. Drivers
-        that take no new weights while they decode wait. If dtype and layout are the trainer's, nothing is copied: a
-        trainer that donates these arrays must sync again before the next `generate`."""
+        """Makes `params` the rollout's weights from the next dispatch on, with the number `version`. Waits while a
+        driver decodes that cannot take new weights. If dtype and layout are the trainer's, nothing is copied: a trainer
+        that donates these arrays must sync again before the next `generate`."""
         self.weights.sync(params, version)
 
     def verify_weights(self, params: Params | Staged) -> None:
-        """Raises RolloutError unless the rollout's weights are `params` in the rollout's dtype, bit for bit."""
+        """Raises RolloutError unless the rollout's weights are `params` in the rollout's dtype, by their checksums."""
         self.weights.verify(params)
 
     def weights_checksum(self) -> int:
-        """A 64-bit checksum of the weights that were synced last, in the rollout's dtype; the same in every layout."""
+        """A 64-bit checksum of what the last sync brought, in the rollout's dtype; the same in every layout."""
         return self.weights.checksum()
 
     def generate(self, request: Request, journal: "GroupJournal | None" = None) -> Groups:
-        """Blocks until the completions are drawn, and returns those of each prompt, in the order of the prompts.
+        """Blocks until the completions are drawn, and returns the completions of each prompt, in the prompts' order.
 
         A prompt has [] if it is in `request.done`, or if another host took it. With a journal, only the groups that the
-        journal lacks are sampled, and the journal keeps them. The completions are the same without a journal. If
-        `split` is not SHARE, all hosts call this together, with the same prompts.
+        journal lacks are sampled, and the journal keeps them; `done` and `places` must be unset. The completions are
+        the same without a journal. If `split` is not SHARE, all hosts call this together, with the same prompts.
 
         Raises ValueError if a token is not in the vocabulary, or a prompt with its limit of tokens is longer than a
-        slot; RolloutError, perhaps with a cause, if sampling fails: the next call starts afresh.
-        """
+        slot; RolloutError, perhaps with a cause, if sampling fails: the next call starts afresh."""
         if journal is None:
             return self._sampled(request)
         found, missing = journal.look_up(request, self.weights, self.split)
@@ -114,33 +114,33 @@ class Rollout(abc.ABC):
     @abc.abstractmethod
     def sample(self, request: Request) -> Groups:
         """Samples the completions of each prompt, here or by servers, and returns them in the order of the prompts; []
-        for one in `request.done`. Raises ValueError if the request does not fit the engine, and RolloutError if
-        sampling fails."""
+        for a prompt in `request.done`. Blocks. Raises ValueError if the request does not fit the engine, and
+        RolloutError if sampling fails."""
 
     def exchange(self, value: bytes) -> list[bytes]:
         """The `value` of every host, in the order of the hosts. All hosts call this together, and wait for all."""
         return hosts.all_gather_bytes(value)
 
     def take_counts(self) -> dict[str, float]:
-        """Metrics, by name, of the servers that sample, for the time since the last call; {} without servers."""
+        """Metrics, by name, of the servers that sample, since the last call; {} without servers. All hosts call it."""
         return {}
 
     def close(self) -> None:  # noqa: B027, most drivers hold nothing to end
-        """Ends the rollout's threads and frees its device memory; does nothing for a driver without either."""
+        """Ends the rollout's threads and frees their cache, but no weights. A driver without threads does nothing."""
 
 
 class Feedable(Rollout):
     """A rollout that takes further requests while it samples others. A driver implements `begin` and `has_room`."""
 
     def sample(self, request: Request) -> Groups:
-        """Begins the request, and waits for its completions: those of each prompt, in the order of the prompts."""
+        """Begins the request, waits for its completions, and returns them as `Rollout.sample` does."""
         with self.begin(request) as completions:
             return completions()
 
     @abc.abstractmethod
     def begin(self, request: Request) -> AbstractContextManager[Callable[[], Groups]]:
-        """Begins to sample, and gives the block a function that waits for the completions and returns those of each
-        prompt, in the order of the prompts. An exception in the block cancels the request."""
+        """Begins to sample, and gives the block a function that waits for the completions and returns them as `sample`
+        does. An exception in the block cancels the request. Raises as `sample` does, here or in that function."""
 
     @property
     @abc.abstractmethod
@@ -172,8 +172,8 @@ class GroupJournal:
         self, request: Request, weights: Weights, split: Split
     ) -> tuple[dict[int, list[Completion]], Request | None]:
         """Looks for the groups of `request` under `weights`. If `split` is not SHARE, all hosts call this together.
-        Returns the groups that this host has found and returns, by place, and `request` without the groups that any
-        host has; None if no group is missing. When that request completes a group, the journal keeps the group."""
+        Returns two things: the groups that this host contributes, by place; and the request for all groups that were
+        not found, None if there are none. The journal keeps each of its groups that is sound, see `_is_sound`."""
         keys, wanted = self._keys(request, weights), len(request.prompts)
         sizes = [len(request.indices(place)) for place in range(wanted)]
         found, elsewhere = self._journal.find(keys), frozenset[int]()
@@ -217,7 +217,7 @@ class GroupJournal:
 
 
 def _found_by_each(found: Collection[int]) -> list[list[int]]:
-    """The places that each host has found. A collective."""
+    """The places `found` of each host, in the order of the hosts. A collective."""
     return [json.loads(places) for places in hosts.all_gather_bytes(json.dumps(list(found)).encode())]
 
 
@@ -233,8 +233,8 @@ def _divided(found: dict[int, list[Completion]]) -> tuple[dict[int, list[Complet
 
 
 def _is_sound(group: list[Completion], version: int) -> bool:
-    """Whether a group is a function of its key: the next process must not find another group. Log-probabilities that
-    are not finite stop the run. A chance failure of an environment does not: the next process asks it again."""
+    """Whether the journal may keep a group: weights of `version` sampled all of it, its log-probabilities are finite,
+    and no environment failed by chance (`CHANCE`). After a restart such another group is sampled again."""
     return all(
         c.weight_version == version
         and np.isfinite(c.logprobs).all()
@@ -245,12 +245,11 @@ def _is_sound(group: list[Completion], version: int) -> bool:
 
 def sample_from_shared_list(rollout: Feedable, request: Request) -> Groups:
     """Samples the prompts that this host takes from a list of all hosts. All hosts call this together. Returns the
-    groups in the order of the prompts; [] for a prompt of another host, and for one in `request.done`.
+    groups in the order of the prompts; [] for a prompt of another host, and for a prompt in `request.done`.
 
     With a fixed share of the prompts, all hosts would wait for the host whose completions are the longest. So a host
-    takes the next parcel of `parcels_of` when nothing waits for its slots. It never has more than its part of the list
-    in progress. The programs, and with them the rounding, do not depend on which host takes a parcel.
-    """
+    takes the next parcel of `parcels_of` when nothing waits for its slots. One of n hosts never has more than 1/n of
+    the parcels in progress. The programs, and so the rounding, do not depend on which host takes a parcel."""
     parcels = [parcel for parcel in parcels_of(request) if not request.done.issuperset(parcel)]
     most, progress = math.ceil(len(parcels) / jax.process_count()), list[_Parcel]()
     next_one, groups = hosts.SharedCounter(), [list[Completion]() for _ in request.prompts]
@@ -270,9 +269,9 @@ def sample_from_shared_list(rollout: Feedable, request: Request) -> Groups:
 
 
 def parcels_of(request: Request) -> list[list[int]]:
-    """All places of the request, in parcels of prompts of like length. All parcels have the same number of prompts, a
-    power of two that depends on the numbers of prompts and hosts; one parcel may be smaller. The parcels with the
-    longest expected completions come first."""
+    """Returns all places of the request, also those in `done`, in parcels of prompts of like length. All parcels have
+    the same number of prompts, a power of two that depends on the numbers of prompts and hosts; one parcel may be
+    smaller. The parcels with the longest expected completions come first. `request.places` must be None."""
     most = max(1, len(request.prompts) // (_PARCELS * jax.process_count()))
     size = 1 << (most.bit_length() - 1)
     by_length = sorted(range(len(request.prompts)), key=lambda place: -len(request.prompts[place]))
@@ -282,8 +281,8 @@ def parcels_of(request: Request) -> list[list[int]]:
 
 
 class _Parcel:
-    """The part of a request that samples some places alone. `left` counts the groups that are not complete, and
-    `completions` waits for all."""
+    """`request`, the part of the request `whole` for some places alone. `left` is the number of its groups that are not
+    complete. `completions`, which the caller sets, waits for the groups and returns them."""
 
     completions: Callable[[], Groups]
 

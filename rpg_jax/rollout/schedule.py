@@ -20,7 +20,7 @@ from rpg_jax.types import Completion
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Chunk:
-    """P prompts that are read in one forward pass, and the completions that start from these prompts.
+    """Prompts that are read in one forward pass of P rows, and the completions that start from these prompts.
 
     Attributes:
       tokens, lengths: i32[P, T], padded on the right, and i32[P], without the padding. Unused rows have length 1.
@@ -57,14 +57,12 @@ class Finish:
 
 
 def plan(engine: DecodeEngine, request: Request) -> tuple[list[list[Row]], list[Chunk]]:
-    """Makes the rows of each prompt, in the order of the prompts, and the chunks, in the order of their prefills. A
+    """Returns the rows of each prompt, in the order of the prompts, and the chunks, in the order of their prefills. A
     prompt in `request.done` keeps its place in a chunk and gets no rows, []. A chunk without rows is left out. Raises
     ValueError if a prompt, its limit of tokens or a token does not fit the engine.
 
     The prompts of a chunk have one length bucket, and one prefill takes all of them. The number of rows of a prefill is
-    a power of two, and unused rows are padding. So few shapes are compiled, whatever the number and the lengths of the
-    prompts are.
-    """
+    a power of two, and unused rows are padding. So few shapes are compiled for prompts of all numbers and lengths."""
     decoding = engine.decoding
     request.check_fits(capacity=decoding.capacity, vocab_size=engine.config.vocab_size)
     groups = [request.rows(place) for place in range(len(request.prompts))]
@@ -87,9 +85,9 @@ def plan(engine: DecodeEngine, request: Request) -> tuple[list[list[Row]], list[
 
 
 def completions_of(request: Request, groups: Sequence[Sequence[Row]], version: int) -> list[list[Completion]]:
-    """The completions of rows that have ended, by prompt: `groups` are the rows of each prompt, [] where it has none.
-    Raises RolloutError if a log-probability is not finite, or if weights of another version than `version`, with which
-    the rows began, drew or read a token. The message names the step of `request`."""
+    """Returns the completions of rows that have ended, by prompt: `groups` are the rows of each prompt, [] for none.
+    Raises RolloutError if a log-probability is not finite, or if weights of another version than `version`, the version
+    at the beginning, drew or read a token. The message names the step of `request`."""
     others = {v for group in groups for row in group for v in row.transcript.versions} - {version}
     if others:
         raise RolloutError(
@@ -109,13 +107,12 @@ def completions_of(request: Request, groups: Sequence[Sequence[Row]], version: i
 
 
 EXTENSION_TOKENS = 512
-"""Tokens of one `extend`, padding included; longer observations are appended piece by piece."""
+"""The most tokens of one `extend` of a thread, padding included; longer observations are appended piece by piece."""
 EXTENSION_ROWS = 8
-"""Rows of one `extend`, padding included; fewer where they would be above `EXTENSION_TOKENS`.
+"""Rows of one `extend` of a thread, padding included; fewer where they would have more than `EXTENSION_TOKENS`.
 
-Their number does not depend on how many replies came together: programs of different shapes round differently, and
-then the log-probability of the token after an observation would depend on timing.
-"""
+The number of rows does not depend on how many replies came together: programs of different shapes round differently,
+and then the log-probability of the token after an observation would depend on timing."""
 
 
 @dataclasses.dataclass
@@ -126,9 +123,9 @@ class Usage:
       decode_s: seconds between a dispatch and its result on the host.
       steps: number of decode steps.
       tokens: tokens that were drawn.
-      queued_steps, queued_tokens: steps and tokens of the dispatches that began while rows waited for a slot.
+      queued_steps, queued_tokens: `steps` and `tokens` of dispatches that began while rows waited to enter a slot.
       extended_tokens: tokens of observations that were appended to the cache of a slot.
-      again_tokens: tokens that were prefilled twice, because the slot was lent while the environment replied.
+      again_tokens: tokens of prompt and completion that were prefilled after a reply, because another row had the slot.
     """
 
     decode_s: float = 0.0
@@ -160,7 +157,7 @@ class Schedule:
     reply.
 
     Attributes:
-      free: the free slots. The caller appends the slot of a row that has ended.
+      free: the free slots. The caller appends the slot of a row that `settle` or `resume` returns.
       live: {slot: row} of the slots that draw tokens.
 
     Args:
@@ -184,7 +181,7 @@ class Schedule:
 
     @property
     def waiting(self) -> int:
-        """The number of rows that are prefilled and wait for a slot."""
+        """The number of rows whose tokens are prefilled and which wait for a slot."""
         return len(self._waiting)
 
     @property
@@ -194,12 +191,12 @@ class Schedule:
 
     @property
     def _to_lend(self) -> list[int]:
-        """The slots whose rows have waited too long for a reply. The slot with the longest wait comes first."""
+        """The slots whose rows have waited `patience_s` for a reply, and still wait. The longest wait comes first."""
         latest = time.perf_counter() - self.engine.decoding.patience_s
         return [slot for slot, asked in self._asked.items() if asked.since <= latest and not asked.over]
 
     def add(self, prefix: Prefix, rows: Sequence[Row]) -> None:
-        """Queues rows that start from `prefix`, after all rows that wait."""
+        """Queues rows that start from `prefix`, behind all rows that wait for a slot."""
         for row in rows:
             row.prompt_experts = prefix.experts
             self._waiting.append((prefix, row))
@@ -209,8 +206,9 @@ class Schedule:
         self._state = None
 
     def fill(self) -> list[tuple[int, Row]]:
-        """Moves waiting rows into free slots, in their order, and returns (slot, row) of each moved row. Cancelled rows
-        in slots become inactive; cancelled rows that wait leave the queue, and their channel hears of it."""
+        """Moves waiting rows, in their order, into free slots and then into slots of rows that have waited `patience_s`
+        for a reply. Returns (slot, row) of each moved row. Slots of cancelled rows become inactive; `settle` returns
+        these rows. Cancelled rows at the head of the queue leave the queue, and their channel hears of the end."""
         if self._state is None:
             self._state = self.engine.init_decode_state()
         if cancelled := [slot for slot, row in self.live.items() if row.cancelled]:
@@ -237,8 +235,8 @@ class Schedule:
 
     def advance(self, *, more: bool) -> DecodeResult:
         """Runs one dispatch, adds the tokens to the rows in `live`, and returns the result on the host. Some row must
-        be in `live`. The dispatch ends early once enough slots have become idle, if rows wait for a slot or a reply, or
-        if `more` says that further rows wait for their prefill."""
+        be in `live`. The dispatch may end early, by `Decoding.refill`, if rows wait for a slot or a reply, or if `more`
+        says that further rows wait for their prefill."""
         decoding, queued = self.engine.decoding, more or bool(self._waiting)
         ends = [
             len(r.prompt) + min(r.transcript.count + decoding.steps_per_dispatch, r.limit) for r in self.live.values()
@@ -265,7 +263,7 @@ class Schedule:
 
     def settle(self, drawn: DecodeResult) -> list[tuple[int, Row]]:
         """Takes the rows that `drawn` shows inactive out of `live`, and returns (slot, row) of each row that has ended.
-        A row with an environment has not ended, unless it is cancelled: the environment is asked for its reply."""
+        A row with an environment has ended only if the row is cancelled: else the environment is asked for a reply."""
         ended = [(slot, row) for slot, row in self.live.items() if not drawn.active[slot]]
         for slot, row in ended:
             del self.live[slot]
@@ -274,8 +272,8 @@ class Schedule:
         return [(slot, row) for slot, row in ended if slot not in self._asked]
 
     def resume(self) -> list[tuple[int | None, Row]]:
-        """Continues the rows whose replies have come, and returns (slot, row) of each row that ends with its reply or
-        is cancelled. The slot is None if the row has lost its slot to another row. Does not wait for replies."""
+        """Continues the rows whose replies have come. Returns (slot, row) of each row that ends with its reply, or is
+        cancelled while it waits. The slot is None if another row has taken the slot. Does not wait for replies."""
         in_slots = {slot: asked for slot, asked in self._asked.items() if asked.over}
         without = [asked for asked in self._without_slot if asked.over]
         self._asked = {slot: asked for slot, asked in self._asked.items() if slot not in in_slots}
@@ -310,7 +308,7 @@ class Schedule:
         return DecodeResult(none, none, np.zeros(slots, np.int32), active)
 
     def _lend(self, slot: int) -> int:
-        """Takes the slot from a row that waits for its reply."""
+        """Takes `slot` from the row that waits for its reply there, and returns `slot`."""
         self._without_slot.append(self._asked.pop(slot))
         return slot
 
@@ -324,7 +322,7 @@ class Schedule:
         self._usage.again_tokens += len(context)
 
     def _extend(self, rows: Sequence[tuple[int, Row]]) -> None:
-        """Appends each row's observation to its slot, in pieces of at most `EXTENSION_TOKENS` tokens."""
+        """Appends each row's observation to its slot, `EXTENSION_TOKENS` at a time; the rows then are in `live`."""
         decoding = self.engine.decoding
         by_round: dict[tuple[int, int], list[Extension]] = {}
         for slot, row in rows:

@@ -2,8 +2,7 @@
 
 Suppose that two programs have collectives, and that two devices get the programs in different orders. Then each device
 waits for the other for ever. So every decoding program is launched under `Weights.lock`. If the rollout has its own
-devices, `stage` is the only part of a sync that runs on the trainer's devices, and the trainer's thread calls `stage`.
-The other part is a transfer.
+devices, only `stage` runs programs on the trainer's devices, in the trainer's thread; the rest of a sync is a transfer.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ Params = Any
 
 
 class RolloutError(RuntimeError):
-    """A rollout failed, or its weights are not the trainer's. `__cause__` is the error behind the failure, or None."""
+    """A rollout failed, or its weights are not the trainer's. `__cause__` is the error behind the failure, if any."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Staged:
     """Weights that any thread may sync at any time, because the trainer donates none of these arrays.
 
     Attributes:
-      params: in the rollout's dtype. If the rollout has its own devices, these arrays are on the trainer's devices.
+      params: as the rollout needs them; but if the rollout has its own devices, still on the trainer's devices.
       checksum: u32[2], the two halves of `weights_checksum(params)`, the high half first.
     """
 
@@ -49,17 +48,17 @@ class Weights:
     dispatch reads the arrays. The attribute `version` is the version of the last sync.
 
     Args:
-      params: pytree of arrays, the trainer's weights.
+      params: pytree of arrays, the trainer's weights, which the constructor syncs.
       version: the `weight_version` of completions that these weights sample.
       dtype: each sync casts floating-point weights to this dtype, because a decode step reads every weight. None: no
         cast.
       shardings: the decoding layout, a pytree of shardings like `params`; None: the layout of `params`. A sync brings
         the weights there by one jitted reshard, or by one transfer if the layout has none of the trainer's devices.
-      int8: whether to round the layers' matrices to eight bits, with one scale per output channel.
-      base: the frozen weights, if `params` are adapters. Without `merge`, `base` is in the decoding layout, `shardings`
-        are the shardings of the adapters, and a sync moves adapters only.
-      merge: whether each sync computes W + A B on the trainer's devices. Then `shardings` are the shardings of all
-        weights.
+      int8: whether each sync rounds the layers' matrices to eight bits, with one scale per output channel.
+      base: the frozen weights, if `params` are adapters. Without `merge`, `base` is in the decoding layout and dtype,
+        `shardings` are the shardings of the adapters, a sync moves adapters only, and `int8` does nothing.
+      merge: whether each sync computes W + (alpha / rank) A B on the trainer's devices. Then `shardings` are the
+        shardings of all weights.
     """
 
     def __init__(
@@ -95,15 +94,15 @@ class Weights:
         self.sync(params, version)
 
     def stage(self, params: Params) -> Staged:
-        """A copy of `params` for a later sync, which stays valid when the trainer donates `params`. All work that must
-        run on the devices of `params` is launched here; the call does not wait for it."""
+        """Returns a copy of `params` for a later sync. The copy stays valid when the trainer donates `params`. All work
+        that must run on the devices of `params` is launched here; the call does not wait for that work."""
         converted = self._converted(snapshot(params))
         with _on_mesh_of(converted):
             return Staged(converted, hosts.checksum_of_tree(converted))
 
     def sync(self, params: Params | Staged, version: int) -> None:
-        """Replaces the rollout's weights by `params` from the next dispatch on; their completions have `version`. Waits
-        for the holder of `lock`."""
+        """Replaces the rollout's weights by `params` from the next dispatch on, with the number `version`. Waits for
+        the holder of `lock`."""
         moved = None
         if self._elsewhere is not None:  # before the lock: decoding goes on during the transfer
             moved = jax.device_put(self._converted(params), self._elsewhere)
@@ -129,9 +128,9 @@ class Weights:
             return self._checksum
 
     def verify(self, params: Params | Staged) -> None:
-        """Raises RolloutError unless the weights of the last sync are `params` in the rollout's dtype, bit for bit. The
-        checksum of the rollout's weights is computed anew, and that of `params` unless `params` are `Staged`. If the
-        rollout reads the arrays of `params` themselves, nothing is computed."""
+        """Raises RolloutError unless the weights of the last sync are `params` in the rollout's dtype, by checksums of
+        64 bits. The checksum of the rollout's weights is computed anew, and that of `params` unless `params` are
+        `Staged`. If the rollout reads the very tree `params`, nothing is computed."""
         if params is self._synced:
             return
         trainer = _number(params.checksum) if isinstance(params, Staged) else weights_checksum(self._converted(params))
@@ -145,7 +144,7 @@ class Weights:
                 )
 
     def _converted(self, params: Params | Staged) -> Params:
-        """`params` in the rollout's dtype, and in the rollout's layout unless the layout is on other devices."""
+        """`params` in the rollout's dtype, and in the rollout's layout unless this is on devices that do not train."""
         if isinstance(params, Staged):
             return params.params
         return params if self._layout is None else self._layout(params)
@@ -158,7 +157,7 @@ def snapshot(params: Params) -> Params:
 
 
 def weights_checksum(params: Params) -> int:
-    """A 64-bit checksum of the bit patterns, places and names of all weights, at least 0. It is the same under every
+    """Returns a checksum below 2^64 of the bit patterns, places and names of all weights. It is the same under every
     sharding. If the weights are spread over processes, all processes call this together."""
     with _on_mesh_of(params):
         return _number(hosts.checksum_of_tree(params))
@@ -170,13 +169,13 @@ def _number(checksum: jax.Array) -> int:
 
 
 def _apart(params: Params, shardings: Params | None) -> bool:
-    """Whether `params` and `shardings` have no device in common."""
+    """Whether `params` and `shardings` have no device in common; False if `shardings` is None."""
     leaf, where = jax.tree.leaves(params)[0], jax.tree.leaves(shardings)
     return bool(where) and isinstance(leaf, jax.Array) and leaf.sharding.device_set.isdisjoint(where[0].device_set)
 
 
 def _on_mesh_of(params: Params) -> contextlib.AbstractContextManager:
-    """A context in which programs run on the mesh of `params`. The mesh may have the devices of this host only."""
+    """A context in which programs run on the mesh of `params`, if their sharding has one."""
     sharding = jax.tree.leaves(params)[0].sharding
     mesh = getattr(sharding, "mesh", None)
     return jax.set_mesh(mesh) if isinstance(mesh, jax.sharding.Mesh) else contextlib.nullcontext()
@@ -185,8 +184,9 @@ def _on_mesh_of(params: Params) -> contextlib.AbstractContextManager:
 def _layout(
     change: Callable[[Base | None, Params], Params], params: Params, shardings: Params | None
 ) -> Callable[[Base | None, Params], Params]:
-    """A function that brings weights into the decoding dtype and layout. If `shardings` have only devices of this host,
-    and `params` have devices of other hosts too, the function makes this host's own copy."""
+    """Returns a function of (base, weights like `params`) that brings `change` of them into `shardings`. If these have
+    devices of this host alone, and `params` also of others, this is the host's own copy, and all hosts call together.
+    """
     leaf, where = jax.tree.leaves(params)[0], jax.tree.leaves(shardings)
     spans_hosts = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
     if not (spans_hosts and where and where[0].is_fully_addressable):
