@@ -62,7 +62,7 @@ token_utils.logging = logger
 class GuardedThread(threading.Thread):
     """A daemon thread that runs `target`, a `functools.partial` of a method of a `GuardedDriver`. An exception in the
     thread calls the driver's `on_fault(name, exception)`. JetStream's own class would send SIGKILL to the process.
-    `daemon` is ignored: without a daemon, an interpreter with a running driver would never end."""
+    `daemon` is ignored: an interpreter with a running driver would never end if the thread were no daemon."""
 
     def __init__(self, *, target, name: str, daemon: bool = True):
         super().__init__(target=target, name=name, daemon=True)
@@ -89,7 +89,7 @@ class TokenIds:
 
 
 class JetStreamEngine(engine_api.Engine):
-    """JetStream's interface of an engine. `engine` has its own weights, so no method reads its argument `params`."""
+    """JetStream's interface of an engine, over `engine`, which has its own weights: no method reads `params`."""
 
     samples_per_slot = 1
     colocated_cpus = None
@@ -98,7 +98,7 @@ class JetStreamEngine(engine_api.Engine):
         self.engine = engine
 
     def load_params(self, *_args, **_kwargs) -> Weights:
-        """The weights of the `DecodeEngine`. Nothing is loaded, and all arguments are ignored."""
+        """Returns the `Weights` of the engine. Nothing is loaded, and all arguments are ignored."""
         return self.engine.weights
 
     def init_decode_state(self, *_args, **_kwargs) -> State:
@@ -106,23 +106,23 @@ class JetStreamEngine(engine_api.Engine):
         return self.engine.init_decode_state()
 
     def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length) -> Prefix:
-        """The `Prefix` of right-padded prompts i32[P, T], or of one prompt i32[T]. `true_length` counts no padding: it
-        is i32[P], or one number. Raises ValueError unless `existing_prefix` is None."""
+        """Computes the `Prefix` of `padded_tokens`: right-padded prompts i32[P, T], or one prompt i32[T]. `true_length`
+        is their lengths without padding, i32[P] or one number. Raises ValueError unless `existing_prefix` is None."""
         if existing_prefix is not None:
             raise ValueError("a prompt is prefilled in one piece: existing_prefix must be None")
         tokens = np.atleast_2d(np.asarray(padded_tokens, np.int32))
         return self.engine.prefill(tokens=tokens, lengths=np.atleast_1d(np.asarray(true_length, np.int32)))
 
     def insert(self, prefix: Prefix, decode_state: State, slot: int) -> State:
-        """The decode state after row 0 of `prefix` was copied into `slot`, where greedy decoding then goes on until the
-        slot is full. The arrays of `decode_state` are donated: they must not be used again."""
+        """Copies row 0 of `prefix` into `slot`, which then decodes greedily, at most as many tokens as the slot has
+        places after the padded prompt, but at least one. Returns the new state. `decode_state` is donated."""
         room = self.engine.decoding.capacity - prefix.cache.capacity
         greedy = Sampling(temperature=0.0, max_tokens=max(1, room))
         return self.engine.insert(prefix, decode_state, [(slot, 0, 0, (0, 0, 0, 0), greedy)])
 
     def generate(self, params, decode_state: State) -> tuple[State, engine_api.ResultTokens]:
-        """Draws up to `Decoding.steps_per_dispatch` tokens for each slot, and waits for them. Returns the new decode
-        state and the tokens as `packed` arranges them. The arrays of `decode_state` must not be used again."""
+        """Draws up to `Decoding.steps_per_dispatch` tokens for each active slot, and waits for them. Returns the new
+        decode state, and the tokens as `packed` arranges them. `decode_state` is donated."""
         decode_state, drawn = self.engine.generate(decode_state)
         return decode_state, packed(self.engine.fetch(drawn))
 
@@ -155,13 +155,12 @@ class JetStreamEngine(engine_api.Engine):
 
 
 def packed(drawn: DecodeResult) -> engine_api.ResultTokens:
-    """The tokens of a dispatch, on the host, in JetStream's form: an array i32[S, 2n + 3] for S slots and n steps.
+    """Returns a dispatch's tokens, which are on the host, in JetStream's form: i32[S, 2n + 3] for S slots and n steps.
 
-    A row has n + 1 lanes of tokens, of which the last is -1, as many lanes of validity, and one lane with the number of
-    the tokens. JetStream ends a completion at the first invalid lane. The last lane is valid while the slot goes on, so
-    JetStream sees the end in the result that brings the last token. A slot that goes on has no invalid lane: in a step
-    without a token it has the token -1.
-    """
+    A row has n + 1 lanes of tokens, of which the last is -1, n + 1 lanes of validity, 1 or 0, and one lane with the
+    number of tokens. JetStream ends a completion at the first invalid lane. A slot that goes on has no invalid lane: in
+    a step without a token it has the token -1. The last lane of a slot that ends is invalid, so JetStream sees the end
+    in the result that brings the last token."""
     slots, steps = drawn.tokens.shape
     lanes = steps + 1
     data = np.full((slots, 2 * lanes + 1), -1, np.int32)

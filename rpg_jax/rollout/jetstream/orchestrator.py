@@ -30,16 +30,16 @@ class Channel(Protocol):
     """Hears of a request's rows. The driver's threads call the methods, which must not wait."""
 
     def note(self, row: Row, ended: bool) -> None:
-        """Notes that `row.transcript` may have further tokens. A row that has `ended` is complete or was cancelled, and
-        gets no more."""
+        """Notes that `row.transcript` may have further tokens. With `ended` the row is complete or was cancelled, and
+        gets no more tokens."""
 
     def set_exception(self, exception: BaseException) -> None:
-        """Takes the RolloutError of a driver that has ended: no row gets further tokens."""
+        """Takes the RolloutError of a driver that has ended. No row gets further tokens."""
 
 
 def _row_request(row: Row) -> orchestrator.ActiveRequest:
-    """JetStream's request of one completion for the detokenize thread, which tells the row's channel of each dispatch:
-    the row has the tokens already."""
+    """Makes JetStream's request of one completion for the detokenize thread. The request only tells the row's channel
+    of each dispatch and of the end: the row has the tokens already."""
     tell = types.SimpleNamespace(
         add_result=lambda samples: row.channel.note(row, ended=False), close=lambda: row.channel.note(row, ended=True)
     )
@@ -98,7 +98,7 @@ class GuardedDriver(orchestrator.Driver):
 
     @property
     def has_room(self) -> bool:
-        """Whether every row that was submitted has a slot or has ended. Raises RolloutError if the driver has ended."""
+        """Whether no row waits for its prefill or for a slot. Raises RolloutError as `check_alive` does."""
         self.check_alive()
         return self._placed == self._received and not self._waiting
 
@@ -108,16 +108,16 @@ class GuardedDriver(orchestrator.Driver):
             raise self._error()
 
     def on_fault(self, thread: str, fault: BaseException) -> None:
-        """Ends the driver because of an exception in the thread of this name. All channels get a RolloutError whose
-        cause is the first such exception; later exceptions are taken as its consequences and dropped."""
+        """Ends the driver because of the exception `fault` in the thread of the name `thread`. All channels get a
+        RolloutError whose cause is `fault`. Exceptions after the end are taken as consequences and dropped."""
         with self._guard:
             if self.live and not isinstance(fault, _Stopped):
                 self._fault = fault
             self._end(thread)
 
     def stop(self) -> None:
-        """Ends the driver: channels that wait get a RolloutError, and the threads end. Blocks until they have ended,
-        except in a thread of the driver itself."""
+        """Ends the driver: channels that are not retired get a RolloutError, and the threads end. Blocks until the
+        threads have ended, except in a thread of the driver itself."""
         with self._guard:
             self._end("driver")
         # A callback, or the collection of garbage, may call this in one of the driver's own threads.
@@ -143,11 +143,11 @@ class GuardedDriver(orchestrator.Driver):
         return error
 
     def _process_prefill_content(self, request, tokenizer, is_bos, max_prefill_length):
-        """Reads `request` only, because chunks are padded already and need no BOS in front."""
+        """Returns the tokens and lengths of the request's `Chunk`, which is padded and needs no BOS in front."""
         return request.prefill_content.tokens, request.prefill_content.lengths
 
     def _take(self, source: queue.Queue) -> Any:
-        """Calls `source.get()`, and ends the wait if the driver ends."""
+        """Waits for an item of `source` and returns it. Raises _Stopped if the item is None or the driver ends."""
         while self.live:
             try:
                 item = source.get(timeout=POLL)
@@ -159,8 +159,8 @@ class GuardedDriver(orchestrator.Driver):
         raise _Stopped
 
     def _generate_thread(self, idx: int) -> None:
-        """Replaces JetStream's loop. That loop inserts one request per call, and runs up to eight dispatches ahead of
-        the thread that reads the results. It also asserts that a slot is taken while another thread frees the slot."""
+        """Decodes until the driver ends. JetStream's own loop inserts one request per call, runs up to eight dispatches
+        ahead of the thread that reads the results, and asserts that a slot is taken while another thread frees it."""
         engine: DecodeEngine = self._generate_engines[idx].engine
         slots, detokenize = self._generate_slots[idx], self._detokenize_backlogs[idx]
         count = engine.decoding.slots
@@ -194,12 +194,12 @@ class GuardedDriver(orchestrator.Driver):
 
 
 class _Stopped(Exception):
-    """The driver was stopped while a thread waited."""
+    """The driver ended while one of its threads waited."""
 
 
 class Ticket:
     """The channel of a blocking call, which waits until all rows of `groups` have ended or a fault comes. `groups` are
-    the rows of each prompt of `request`. The constructor makes this the channel of each row."""
+    the rows of each prompt of `request`. The constructor makes this ticket the channel of each row."""
 
     def __init__(self, request: Request, groups: Sequence[Sequence[Row]]):
         self._finish, self._counting = Finish(request, groups), threading.Lock()
@@ -210,7 +210,7 @@ class Ticket:
             row.channel = self
 
     def note(self, row: Row, ended: bool) -> None:
-        """Counts a row that has ended, unless it was cancelled. The last row of a group hands on the group."""
+        """Counts a row that has ended and was not cancelled. The last row of a group hands the group to `on_group`."""
         if not ended:
             return
         with self._counting:
@@ -265,8 +265,8 @@ class JetStreamRollout(Feedable):
     @contextlib.contextmanager
     def begin(self, request: Request) -> Iterator[Callable[[], list[list[Completion]]]]:
         """Begins to sample, and gives the block a function that waits for the completions and returns those of each
-        prompt in order, [] for one in `request.done`; it raises RolloutError if sampling fails. An exception in the
-        block cancels the request. Raises ValueError if the request does not fit the engine."""
+        prompt in order, [] for a prompt in `request.done`. The function raises RolloutError if sampling fails. An
+        exception in the block cancels the request. Entry raises ValueError if the request does not fit the engine."""
         groups, chunks = plan(self.engine, request)
         version, driver, ticket = self.weights.version, self.driver(), Ticket(request, groups)
 
@@ -287,7 +287,7 @@ class JetStreamRollout(Feedable):
 
     @property
     def has_room(self) -> bool:
-        """Whether no completion waits for a slot. Raises RolloutError if the driver or one of its threads has ended."""
+        """As `GuardedDriver.has_room`; True without a driver, before the first request and after `close`."""
         with self._lock:
             return not self._drivers or self._drivers[0].has_room
 
@@ -297,7 +297,7 @@ class JetStreamRollout(Feedable):
             _stop(self._drivers)
 
     def driver(self) -> GuardedDriver:
-        """The running driver. It is started if there is none yet, or if the last driver has failed or was closed."""
+        """Returns the running driver; starts one if there is none, or if the last driver has failed or was stopped."""
         with self._lock:
             if not self._drivers or not self._drivers[0].live:
                 _stop(self._drivers)
