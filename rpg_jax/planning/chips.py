@@ -1,8 +1,7 @@
 """TPU chips: their peaks, prices and slices, and the shares of the peaks that a run is expected to reach.
 
 No share is measured: this code has not run on a TPU. The public figures behind a share stand beside it. `docs/plan.md`
-compares plans at these rates with reported runs. The launcher imports this file too, so it takes the standard library
-alone.
+compares plans at these rates with reported runs. The launcher imports this file: it needs only the standard library.
 """
 
 import dataclasses
@@ -23,11 +22,11 @@ class Chip:
       hbm: bytes of memory that programs can use, as the compiler reports it.
       flops: bf16 operations per second.
       hbm_bandwidth: bytes per second.
-      ici_bandwidth: bytes per second into a chip, over all its links to other chips of the slice.
+      ici_bandwidth: bytes per second into a device, over all its links to other chips of the slice.
       dimensions: dimensions of the torus.
       one_host: chips of the largest slice on one host; larger slices have four chips per host.
       price: US dollars per chip and hour on demand, for orientation (see PRICES_AS_OF); None if not known.
-      cores: devices of a chip.
+      cores: JAX's devices per chip.
     """
 
     hbm: float
@@ -65,8 +64,9 @@ _SHAPES = {
 }
 
 HBM_BAND = (0.35, 0.6)
-"""The least and the most that a plan considers. 0.35 is somewhat below the slowest published row with a large batch.
-The kernel of ragged paged attention alone reaches up to 0.86 on TPU7x (arXiv:2604.15464), a whole step less."""
+"""The least and the most share of HBM's bandwidth (`Rates.hbm`) that a plan considers. 0.35 is somewhat below the
+slowest published row with a large batch. On TPU7x the kernel of ragged paged attention alone reaches up to 0.86
+(arXiv:2604.15464); a whole decode step reaches less."""
 
 PACKING = 0.98
 """Share of a packed row that is filled. Simulated: first-fit decreasing over 512 completions of a gamma distribution
@@ -79,11 +79,11 @@ SPREAD = 0.6
 """Coefficient of variation of the lengths of completions."""
 
 EXCHANGED_BYTES = 16
-"""Bytes of a sampled token between hosts: its number, the version of its weights, its log-probability, and its text."""
+"""Bytes that a sampled token takes between hosts: the token id, the weights' version, the log-probability, the text."""
 
 
 class Rates(NamedTuple):
-    """Rates at which a step is planned; the defaults are expected.
+    """Rates at which a step is planned; the defaults are the rates that a run is expected to reach.
 
     Attributes:
       hbm: share of HBM's bandwidth while decoding, and in other programs. Published engines reach 0.38 to 0.51 of it in
@@ -92,7 +92,7 @@ class Rates(NamedTuple):
       flops: share of peak FLOP/s in matrix products, recomputation counted as work. MaxText reports 0.44 to 0.50 of
         dense models on v6e, and on v5p 0.53 of Mixtral 8x7B and 0.65 of Llama 2 70B, without recomputation
         (maxtext.readthedocs.io, models tiering).
-      ici: share of the bandwidth of a chip's links. A collective over some axes of the torus uses only their links.
+      ici: share of the bandwidth of a chip's links. A collective over some axes of the torus uses their links alone.
       host: bytes per second that a host takes from other hosts or from a folder of weights, and copies or writes.
         Assumed: the network of hosts of four or eight chips is faster; what Python does with the bytes is not measured.
       collective_seconds: latency of one collective of a decode step, with the small programs between two of them. It is

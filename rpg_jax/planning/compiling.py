@@ -38,11 +38,11 @@ class Program:
         outputs overwrite. On a TPU the temporaries count fragmentation twice, and can exceed the real peak.
       resident: HBM that holds arrays of other programs while this program runs.
       costs: operations, and traffic of HBM and network.
-      model_flops: one chip's share of the operations of the mathematics.
+      model_flops: one chip's share of the operations of the mathematics, however the compiler arranges them.
       compile_seconds: seconds that compilation took.
-      refused: the compiler's message if the program does not fit, with the bytes needed, and "" if it fits. With a
-        message, the compiler's numbers are 0.
-      peak: HBM of the buffers that the compiler assigned, arguments included; 0 if the compiler does not say.
+      refused: the first line of the compiler's message if the program does not fit; "" if the compiler accepts it.
+        With a message, the compiler's numbers are 0.
+      peak: HBM of the program's buffers, arguments included, from the compiler or by arithmetic; 0: not known.
       host: host memory for each chip, from remat=offload and the arrays that `offload` names.
     """
 
@@ -61,7 +61,7 @@ class Program:
 
     @property
     def hbm(self) -> float:
-        """Bytes of HBM at the peak, with the arrays of other programs."""
+        """Bytes of HBM at the peak, with the arrays of other programs (`resident`)."""
         own = self.arguments + self.temporaries + self.outputs - self.alias
         return (self.peak or own) + self.resident
 
@@ -70,8 +70,8 @@ class Program:
         return not self.refused and self.hbm <= chip.hbm
 
     def limits(self, chip: Chip, run: float = 1.0) -> dict[str, float]:
-        """Seconds that each resource of a chip, "compute", "HBM" and "ICI", alone would take at its peak rate. Compute
-        counts the share `run` of the program's operations, or of the mathematics' if that is more."""
+        """The seconds that each resource of a chip, "compute", "HBM" and "ICI", alone would take at its peak rate.
+        "compute" counts the share `run` (0 to 1) of the larger of `costs.flops` and `model_flops`."""
         return {
             "compute": run * max(self.costs.flops, self.model_flops) / chip.flops,
             "HBM": self.costs.bytes / chip.hbm_bandwidth,
@@ -79,14 +79,14 @@ class Program:
         }
 
     def bound(self, chip: Chip) -> tuple[str, float]:
-        """The resource that limits the program ("compute", "HBM" or "ICI"), and its seconds: no run is faster."""
+        """The resource that limits the program ("compute", "HBM" or "ICI"), and its seconds. No run is faster."""
         limits = self.limits(chip)
         name = max(limits, key=limits.__getitem__)
         return name, limits[name]
 
     def expected(self, chip: Chip, rates: Rates, run: float = 1.0) -> float:
-        """Seconds of one run on a chip: of its slowest resource at `rates`, with the share `run` of the operations, and
-        the latency of every collective."""
+        """The expected seconds of one run on a chip: the seconds of the slowest resource at `rates`, with the share
+        `run` (0 to 1) of the operations, plus the latency of every collective."""
         shares = {"compute": rates.flops, "HBM": rates.hbm, "ICI": rates.ici}
         slowest = max(seconds / shares[name] for name, seconds in self.limits(chip, run).items())
         return slowest + self.costs.launches * rates.collective_seconds
@@ -118,8 +118,8 @@ def compile_program(
 def lowered_programs(
     layout: Layout, learner: Learner, decoding: Decoding
 ) -> Iterator[tuple[str, jax.stages.Lowered, float]]:
-    """Lowers the programs of a training step and then of its rollout, each when it is asked for. Yields the name, the
-    lowered program, and its operations of the mathematics on one chip."""
+    """Lowers the programs of a training step and then "prefill" and "decode", each when the caller asks for it. Yields
+    (name, lowered program, its operations as `operations` counts them)."""
     flops = operations(layout, decoding, learner.critic)
     with layout.activate():
         for name, lowered in training(layout, learner):
@@ -131,8 +131,8 @@ def lowered_programs(
 
 
 def operations(layout: Layout, decoding: Decoding, critic: Critic | None = None) -> dict[str, float]:
-    """Operations of the mathematics in each program on one chip, by the program's name: of a micro-batch, of the
-    largest prefill, and of a decode step of all slots over a full cache. `critic` adds a critic's passes to the update.
+    """Returns the operations of the mathematics in each program on one chip, by the program's name: of a micro-batch,
+    of the largest prefill, and of a decode step of all slots over a full cache. A `critic` adds its passes to updates.
     """
     assert decoding.mesh is not None, "a plan decodes on a mesh"
     c, model, shape, chips = layout.config, layout.model, row_shape(layout.config), layout.mesh.size
@@ -154,8 +154,8 @@ def operations(layout: Layout, decoding: Decoding, critic: Critic | None = None)
 def batch_of(
     shape: RowShape, sharding: NamedSharding, *, critic: bool = False, mixture: DecoderConfig | None = None
 ) -> Batch:
-    """A micro-batch of ShapeDtypeStructs under `sharding`, with the columns that an update reads. `critic` adds a
-    critic's columns, and `mixture`, if it is a mixture's config, the experts of every token."""
+    """Returns a micro-batch of ShapeDtypeStructs under `sharding`, with the columns that an update reads. `critic` adds
+    a critic's columns. `mixture`, the config of a mixture of experts, adds the experts of every token."""
 
     def array(width: int, dtype: Any, *each: int) -> Any:
         return jax.ShapeDtypeStruct((shape.rows, width, *each), dtype, sharding=sharding)
@@ -171,8 +171,8 @@ def batch_of(
 
 
 def training(layout: Layout, learner: Learner) -> Iterator[tuple[str, jax.stages.Lowered]]:
-    """Lowers the programs of a training step, each when it is asked for, and yields (name, lowered program). They are
-    the log-prob pass, a critic's values if there is a critic, and the update: "update" if one micro-batch makes an
+    """Lowers the programs of a training step, each when the caller asks for it, and yields (name, lowered program). The
+    names are "log-probs"; "baseline", a critic's values, if there is a critic; and "update" if one micro-batch makes an
     update and nothing is rehearsed, else "start", "add" and "apply"."""
     c, shape, state = layout.config, row_shape(layout.config), learner.like
     programs = learner_programs(layout, learner, base=layout.abstract_base)
@@ -203,9 +203,9 @@ def training(layout: Layout, learner: Learner) -> Iterator[tuple[str, jax.stages
 
 
 def token_flops(config: DecoderConfig, *, tokens: float, attended: float, predicted: float) -> float:
-    """Operations of a forward pass over `tokens` that attend to `attended` tokens each, in the mean. Logits are
-    computed at `predicted` positions in all. A multiply-add of a matrix product counts as two. Norms and softmax count
-    as none."""
+    """Returns the operations of a forward pass over `tokens` that attend to `attended` tokens each, in the mean. Logits
+    are computed at `predicted` positions in all. A multiply-add of a matrix product counts as two operations. Norms and
+    softmax count as none."""
     D, H = config.embed_dim, config.head_dim
     weights = 2 * D * config.num_heads * H + 2 * D * config.num_kv_heads * H + 3 * D * _hidden_units(config)
     if config.experts:
@@ -215,22 +215,21 @@ def token_flops(config: DecoderConfig, *, tokens: float, attended: float, predic
 
 
 def forward_flops(config: DecoderConfig, *, rows: int, length: int, predicted: int) -> float:
-    """Operations of a forward pass over `rows` sequences of `length` tokens, with logits at `predicted` positions each.
-    Causal attention counts half of the scores."""
+    """Returns the operations of a forward pass over `rows` sequences of `length` tokens, with logits at `predicted`
+    positions of each sequence. Causal attention counts half of the scores."""
     return token_flops(config, tokens=rows * length, attended=length / 2, predicted=rows * predicted)
 
 
 def training_flops(
     config: DecoderConfig, *, rows: int, length: int, predicted: int, remat: str = "none", frozen: bool = False
 ) -> float:
-    """Operations of a forward and a backward pass over `rows` sequences of `length` tokens, with logits at `predicted`
-    positions each: three forward passes, and recomputation. Causal attention counts half of the scores.
+    """Returns the operations of a forward and a backward pass over `rows` sequences of `length` tokens, with logits at
+    `predicted` positions of each: three forward passes, and recomputation. Causal attention counts half of the scores.
 
-    The logits of every chunk are computed again. A remat policy that keeps layer inputs only (`full`, `offload`) also
-    computes the layers again, except the last product of each: no gradient needs its result. Attention's own backward
-    pass then computes the scores once more. `frozen` weights have no gradient, which saves a third of their products.
-    The products of adapters beside frozen weights are few and not counted.
-    """
+    All logits are computed again. A remat policy that keeps layer inputs only (`full`, `offload`) also computes the
+    layers again, except the last product of each: no gradient needs its result. Attention's own backward pass then
+    computes the scores once more. `frozen` weights have no gradient, which saves a third of their products. The
+    products of adapters beside frozen weights are few and not counted."""
     tokens, attended, logits = rows * length, length / 2, rows * predicted
     forward = token_flops(config, tokens=tokens, attended=attended, predicted=logits)
     layers = token_flops(config, tokens=tokens, attended=attended, predicted=0)
@@ -244,5 +243,5 @@ def training_flops(
 
 
 def _hidden_units(config: DecoderConfig) -> int:
-    """Hidden units of the feed-forward layer that a token sees; in a mixture the units of its experts."""
+    """Hidden units of the feed-forward layer that a token goes through; in a mixture those of the token's k experts."""
     return config.experts.per_token * config.experts.hidden_dim if config.experts else config.hidden_dim

@@ -24,10 +24,10 @@ from rpg_jax.runs.layout import Layout, row_shape
 
 
 def estimated_programs(layout: Layout, decoding: Decoding, resident: dict[str, float]) -> dict[str, Program]:
-    """The programs of a step by name, with operations, traffic, collectives and peaks by arithmetic. `resident` has the
-    bytes that other programs' arrays take on a chip meanwhile, by program. The estimate leaves out activations that go
-    to HBM and back between two products of a layer, copies, and gaps in memory. The time also leaves out the traffic of
-    remat=offload to the host and back."""
+    """Returns the programs of a step by name, with operations, traffic, collectives and peaks by arithmetic. `resident`
+    has the bytes that other programs' arrays take on a chip meanwhile, by program. The estimate leaves out activations
+    that go to HBM and back between two products of a layer, copies, gaps in memory, and the programs and operations of
+    a critic. The time also leaves out the traffic of remat=offload to the host and back."""
     flops = operations(layout, decoding)
     return {
         name: Program(name, resident=resident[name], costs=costs, model_flops=costs.flops, peak=peak)
@@ -36,7 +36,8 @@ def estimated_programs(layout: Layout, decoding: Decoding, resident: dict[str, f
 
 
 def _training(layout: Layout, flops: Mapping[str, float]) -> dict[str, tuple[Costs, float]]:
-    """Weights are gathered for every pass and gradients are summed once; a collective for each layer and pass."""
+    """{name: (costs, peak in bytes)} of the programs that train. In each layer a collective gathers the weights for
+    every pass, and a collective sums the gradients once."""
     model, shape = layout.model, row_shape(layout.config)
     weights, held = parameter_count(model), memory.bytes_on_a_device(layout.abstract_trained)
     summed = sum(4 * x.size for x in jax.tree.leaves(layout.trained_shapes))
@@ -57,7 +58,8 @@ def _training(layout: Layout, flops: Mapping[str, float]) -> dict[str, tuple[Cos
 
 
 def _sampling(layout: Layout, decoding: Decoding, flops: Mapping[str, float]) -> dict[str, tuple[Costs, float]]:
-    """A decode step reads the weights of a chip and the whole cache. Each layer has two sums over a copy's chips."""
+    """Returns {name: (costs, peak in bytes)} of "prefill" and "decode". A decode step reads the weights of a chip and
+    the whole cache. Each layer has two sums over a copy's chips."""
     assert decoding.mesh is not None, "a plan decodes on a mesh"
     model, slots, mesh = layout.model, decoding.slots, decoding.mesh
     tensor, fsdp, layers = mesh.shape["tensor"], mesh.shape["fsdp"], model.num_layers
@@ -82,9 +84,9 @@ class Estimate:
 
     Attributes:
       config: the resolved config.
-      sizes: "trained", the numbers that an update changes, weights or adapters; and bytes: "base_bytes" of frozen
-        weights, "state_bytes" of what is trained and of the optimizer's state, "sync_bytes" of a weight sync.
-      programs: the programs of a step by name, as `estimated_programs` makes them.
+      sizes: "trained", the count of numbers that an update changes, of the whole model; and bytes: "base_bytes" of
+        frozen weights, "state_bytes" of trained weights and optimizer, "sync_bytes" of what a weight sync brings.
+      programs: the programs of a step by name, of `estimated_programs` and `run_plan.exchange`.
       step: the time of a step and of the run, as `run_plan.step_figures` returns it.
     """
 
@@ -135,14 +137,13 @@ def estimate(config: ConfigDict, topology: Topology, lengths: Lengths | None = N
 
 
 def search(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> dict[str, Estimate]:
-    """The settings that fit by arithmetic as "FIELD=VALUE,FIELD=VALUE", the fastest expected step first; {} if none.
+    """Returns the changes of `config` that fit by arithmetic, as {"FIELD=VALUE,FIELD=VALUE": estimate}, the fastest
+    expected step first; {} if none fits.
 
     A search tries: 1 to 8 chips for a copy of the decoding weights, within one host; a cache in bf16 or in int8, with
     the slots that fill the memory; and three remat policies, each with the largest micro-batch that fits. Rows are
     spread over two or four chips, with `mesh.context`, only if no setting fits without this spread. Settings that the
-    config cannot run are left out. `lengths` None: completions of half of the limit, see `run_plan.lengths_of`. Raises
-    ValueError if libtpu, which describes the devices of a slice, is not installed.
-    """
+    config cannot run are left out. `lengths` is as in `estimate`. Raises ValueError if libtpu is not installed."""
     tried = {
         "rollout.tensor": [n for n in (1, 2, 4, 8) if topology.host.chips % n == 0],
         "rollout.int8_kv": (False, True),

@@ -1,8 +1,7 @@
 """Counts operations, memory traffic and network traffic of a compiled program in its optimised HLO text.
 
-XLA's own cost analysis counts the body of a loop once and a Pallas kernel as nothing. Here the body counts once for
-each run that the loop's condition allows, and kernels count by their shapes. A loop without a constant bound counts
-once.
+XLA's own cost analysis counts the body of a loop once and a Pallas kernel as nothing. Here the body counts for each run
+that the loop's condition allows, once without a constant bound, and kernels count by their shapes.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Costs:
     Attributes:
       flops: operations of matrix products and kernels.
       bytes: bytes read from and written to HBM.
-      collectives: kind -> bytes that the device receives when a ring sends them.
+      collectives: {a kind in `COLLECTIVES`: bytes that the device receives when a ring sends them}.
       launches: number of collectives; each has a latency, however few its bytes are.
     """
 
@@ -35,7 +34,7 @@ class Costs:
     launches: float = 0.0
 
     def add(self, other: Costs, times: float = 1) -> None:
-        """Adds `times` the costs of `other` to these costs."""
+        """Adds `times` the costs of `other` to these costs, in place."""
         self.flops += times * other.flops
         self.bytes += times * other.bytes
         self.launches += times * other.launches
@@ -44,7 +43,7 @@ class Costs:
 
 
 def count(text: str, *, cheapest: bool = False) -> Costs:
-    """The costs on one device of a compiled program, whose optimised HLO is `text`, the result of `compiled.as_text()`.
+    """Returns the costs on one device of a compiled program, whose optimised HLO is `text`, from `compiled.as_text()`.
     Of a condition, the branch with most operations and bytes counts, or with `cheapest` the branch with fewest. Raises
     ValueError if the groups of a collective are written in a form that is not known."""
     module = _Module(text, min if cheapest else max)
@@ -52,7 +51,7 @@ def count(text: str, *, cheapest: bool = False) -> Costs:
 
 
 class _Module:
-    """The computations of an HLO module, with the costs of each."""
+    """The computations of an HLO module, with the costs of each. `chosen`, min or max, picks a condition's branch."""
 
     def __init__(self, text: str, chosen: Callable[..., Costs]):
         self.computations, self.entry = computations(text)
@@ -60,7 +59,7 @@ class _Module:
         self.done: dict[str, Costs] = {}
 
     def costs(self, name: str) -> Costs:
-        """Costs of one run of a computation, with the computations that it calls."""
+        """Costs of one run of the computation `name`, with the computations that it calls; counted once, then kept."""
         if name not in self.done:
             self.done[name] = costs = Costs()
             types = {i.name: i.type for i in self.computations[name]}
@@ -96,7 +95,7 @@ class _Module:
         return costs
 
     def _trips(self, condition: str) -> int:
-        """Runs of a loop that counts from 0 and compares its counter with a constant; 1 for other loops."""
+        """Runs of a loop whose `condition`, a computation, compares a counter from 0 with a constant; 1 for others."""
         instructions = self.computations.get(condition, [])
         compares = [i for i in instructions if i.op in ("compare", "fusion")]
         bounds = [int(bound) for i in instructions for bound in captured(r"^constant\((\d+)\)", i.attributes)]
@@ -120,7 +119,7 @@ class _Module:
         return sum(sizes) + bytes_of(i.type)
 
     def _sliced(self, name: str, number: int) -> float | None:
-        """Bytes that a fused computation reads of a parameter; None if it is not only sliced or updated."""
+        """Bytes that the fused computation `name` reads of its parameter `number`; None if it reads not only slices."""
         body = self.computations[name]
         (parameter,) = (x for x in body if x.op == "parameter" and x.attributes.startswith(f"parameter({number})"))
         total = 0.0
@@ -134,7 +133,7 @@ class _Module:
         return total
 
     def _fusion_bytes(self, i: Instruction, types: dict[str, str]) -> float:
-        """Bytes of operands and results; an array that is only sliced or updated in place counts by its slice."""
+        """Bytes of a fusion's operands and results; an array that is only sliced or updated counts by its slice."""
         name = i.called("calls")
         body = self.computations[name]
         by_name = {x.name: x for x in body}
@@ -154,14 +153,14 @@ class _Module:
 
 
 def _received(kind: str, group: int) -> float:
-    """Bytes that a device receives for each byte of its operands."""
+    """Bytes that a device receives for each byte of its operands in a collective of `group` devices."""
     share = (group - 1) / group
     return {"all-gather": group - 1, "all-reduce": 2 * share, "collective-permute": 1}.get(kind, share)
 
 
 def _ragged_bytes(i: Instruction, types: dict[str, str]) -> float:
-    """Bytes of the decode kernels. Their operand is the cache of all layers. Attention reads one layer, which counts as
-    full. The write of a token moves tiles that are too small to count."""
+    """Bytes of the decode kernels, which get the cache of all layers as an operand. Attention reads one layer, which
+    counts as full. The write of a token moves tiles that are too small to count."""
     total = bytes_of(i.type) if i.name.startswith("ragged_attention") else 0.0
     for operand in i.operands:
         kind = types.get(operand, "")
@@ -187,8 +186,8 @@ def _flops(i: Instruction, types: dict[str, str]) -> float:
 
 
 def _convolution(i: Instruction, types: dict[str, str]) -> float:
-    """2 · out batch · out features · in features · pairs of output and window positions that meet inside the input.
-    XLA:TPU writes batched products as convolutions whose windows lie mostly over padding."""
+    """Operations: 2 · out batch · out features · in features · pairs of output and window positions that meet inside
+    the input. XLA:TPU writes batched products as convolutions whose windows lie mostly over padding."""
     left, right, out = captured(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
     lhs, rhs = (shape_of(types[o]) for o in i.operands[:2])
     result = shape_of(i.type)
@@ -240,7 +239,7 @@ _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 @dataclasses.dataclass(frozen=True)
 class Instruction:
     """One line of a computation: `name = type op(operands), attributes`; `root` marks the line of the computation's
-    result. The names of operands have no "%". For a parameter or constant the attributes begin with `op(`."""
+    result. Names have no "%". For a parameter or constant, `attributes` begins with `op(`, as "parameter(0)"."""
 
     name: str
     type: str
@@ -250,13 +249,13 @@ class Instruction:
     root: bool
 
     def called(self, attribute: str) -> str:
-        """The name of the computation that the attribute `attribute` names, without "%"; "" without the attribute."""
+        """The computation that the attribute `attribute` names, as "body" of a while; "" without the attribute."""
         return next(iter(captured(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)), "")
 
 
 def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    """Reads optimised HLO: the instructions of each computation in order, by the computation's name, and the name of
-    the entry computation, "" if there is none. Other lines are skipped."""
+    """Reads optimised HLO. Returns {computation's name: its instructions in order}, and the name of the entry
+    computation, "" if there is none. Other lines are skipped."""
     found: dict[str, list[Instruction]] = {}
     entry = ""
     for line in text.splitlines():
@@ -320,8 +319,8 @@ def bytes_of(kind: str, everywhere: bool = False) -> float:
 
 
 def replica_group_size(attributes: str) -> int:
-    """Devices in a replica group of a collective, by the attributes of its HLO; 2 if they do not say. Raises ValueError
-    if the groups are written in a form that is not known."""
+    """Returns the number of devices in a replica group of a collective, by the attributes of its HLO; 2 if they give no
+    groups. Raises ValueError if the groups are written in a form that is not known."""
     if iota := captured(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
         return int(iota[0])
     if listed := captured(r"replica_groups=\{\{([\d,]*)\}", attributes):

@@ -29,10 +29,11 @@ from rpg_jax.runs.problems import Task, listed
 def plan(
     config: ConfigDict, topology: Topology, only: Sequence[str] | None = None, *, lengths: Lengths | None = None
 ) -> tuple[dict[str, Program], dict[str, Any]]:
-    """Compiles every program of the run for `topology`, or those named in `only`; a line on stderr announces each.
-    Returns the programs by name, and the result of `step_figures`, which is {} if `only` is given or the compiler
-    refuses a program. `lengths` None: completions of half of the limit, see `lengths_of`. Raises ValueError if there is
-    no compiler for TPUs here, mesh and sizes of the config conflict, or `rollout.devices` is set."""
+    """Compiles every program of a resolved config for `topology`, or those named in `only`, where an unknown name is
+    ignored; a line on stderr announces each. Returns the programs by name, and the result of `step_figures`, {} if
+    `only` is given or the compiler refuses a program. `lengths` None: completions of half of the limit, see
+    `lengths_of`. Raises ValueError if there is no compiler for TPUs here, mesh and sizes of the config conflict, or
+    `rollout.devices` is set."""
     if config.rollout.devices:
         raise ValueError(
             f"plan looks at one mesh, and rollout.devices={config.rollout.devices} makes two. Leave it out and plan "
@@ -55,8 +56,8 @@ def plan(
 
 def parts_on(config: ConfigDict, topology: Topology) -> tuple[Layout, Learner, Decoding, dict[str, float]]:
     """Returns four things for a config on a slice: the layout, with the micro-batch that a run would take there; the
-    learner; how it decodes; and for each program the bytes that other parts of the run hold on a chip meanwhile. Raises
-    ValueError if there is no compiler for TPUs here, or mesh and sizes of the config conflict."""
+    learner; how the run decodes; and, by program, the bytes that other parts of the run hold on a chip meanwhile.
+    Raises ValueError if there is no compiler for TPUs here, or mesh and sizes of the config conflict."""
     place = topology.devices(), topology.host.devices(), topology.chip.hbm
     layout = memory.with_micro_batch(make_layout(config, vocabulary(config), *place))
     learner, decoding = make_learner(layout), memory.make_decoding(layout)
@@ -64,8 +65,8 @@ def parts_on(config: ConfigDict, topology: Topology) -> tuple[Layout, Learner, D
 
 
 def with_known_shapes(config: ConfigDict) -> ConfigDict:
-    """`config`, or a copy without `model.path` and `model.tokenizer` if the model at `model.path` cannot be read here.
-    Only a config with `model.size`, which gives the shapes, is copied. A line on stderr says the reason."""
+    """Returns `config`; or a copy without `model.path` and `model.tokenizer`, if the model at `model.path` cannot be
+    read here and `model.size` gives the shapes. A line on stderr then says the reason."""
     m = config.model
     if not (m.path and m.size):
         return config
@@ -78,8 +79,8 @@ def with_known_shapes(config: ConfigDict) -> ConfigDict:
 
 
 def vocabulary(config: ConfigDict) -> int | None:
-    """The number of tokens of the tokenizer `model.tokenizer`, or of one that this function trains as the run would and
-    then deletes. None for a config with `model.path` or `model.size`, whose model says it."""
+    """The vocabulary size of the tokenizer `model.tokenizer`; without it, of a tokenizer that is trained as in the run,
+    and then deleted. None for a config with `model.path` or `model.size`, whose model says the size."""
     if config.model.path or config.model.size:
         return None
     task, stage = Task.from_config(config), make_stage(config)
@@ -91,8 +92,8 @@ def vocabulary(config: ConfigDict) -> int | None:
 
 
 def lengths_of(config: ConfigDict, *, mean: float = 0, prompt: float = 0) -> Lengths:
-    """The lengths that a plan assumes, in tokens. `mean` 0: completions of half of rollout.max_tokens. `prompt` 0:
-    prompts of `PROMPT_TOKENS`, or half of task.max_prompt_tokens if that is less."""
+    """Returns the lengths that a plan assumes, in tokens. `mean` is of completions; 0: half of rollout.max_tokens.
+    `prompt` is of prompts, in the mean; 0: `PROMPT_TOKENS`, or half of task.max_prompt_tokens if that is less."""
     limit, usual = config.rollout.max_tokens, min(PROMPT_TOKENS, config.task.max_prompt_tokens / 2)
     part = config.rollout.partial_tokens or math.inf
     return Lengths(prompt=prompt or usual, mean=mean or limit / 2, spread=SPREAD, limit=limit, part=part)
@@ -101,9 +102,9 @@ def lengths_of(config: ConfigDict, *, mean: float = 0, prompt: float = 0) -> Len
 def exchange(
     layout: Layout, decoding: Decoding, held: Mapping[str, float], on: Topology, lengths: Lengths
 ) -> dict[str, Program]:
-    """The exchange of a step's groups between hosts as {"exchange": Program}; {} with one host. `held` has the bytes
-    that other parts of the run hold on a chip, by program. A chip holds a piece of every host, its own and the weights.
-    """
+    """Returns the exchange of a step's groups between hosts as {"exchange": Program}; {} with one host. `held` has the
+    bytes that other parts of the run hold on a chip, by program. During the exchange a chip also holds the decoding
+    weights, a piece of the groups of each host, and its own piece twice."""
     if not (size := work_of(layout, decoding, lengths, on).exchanged):
         return {}
     costs = hlo.Costs(0.0, 0.0, {"all-gather": size}, launches=math.ceil(size / (on.hosts - 1) / hosts.PIECE))
@@ -113,11 +114,11 @@ def exchange(
 
 
 HELD_OUT = {"aime-2024": 30, "aime25": 30, "amc-23": 40, "minerva": 272, "olympiadbench": 674, "gsm8k-test": 1319}
-"""Problems of published sets. A plan reads none."""
+"""The number of problems in published sets, by source. A plan reads no problems."""
 
 
 def held_out_problems(config: ConfigDict) -> int:
-    """The problems of all held-out sets of a config, an upper bound. A set with more problems than
+    """Returns the most problems that an evaluation of all held-out sets can have. A set with more problems than
     `evaluation.problems`, or of unknown size, counts as `evaluation.problems`."""
     sources = [entry.partition("=")[2] for entry in listed(config.task.held_out_sets or "held out")]
     most = config.evaluation.problems
@@ -125,7 +126,7 @@ def held_out_problems(config: ConfigDict) -> int:
 
 
 def work_of(layout: Layout, decoding: Decoding, lengths: Lengths, on: Topology) -> Work:
-    """The work of a step of the layout's config on the slice `on`, for these lengths, and of the run's evaluations."""
+    """Returns the work of a step of the layout's config on the slice `on`, and of the run's evaluations."""
     c, shape = layout.config, row_shape(layout.config)
     policy, reference = (parameter_count(model) for model in (layout.model, reference_layout(layout).model))
     passes = c.train.epochs if c.loss.estimator == "exact" else reference_differs(c)
@@ -160,15 +161,15 @@ def work_of(layout: Layout, decoding: Decoding, lengths: Lengths, on: Topology) 
 
 
 def _run(model: DecoderConfig, lengths: Lengths, length: int) -> float:
-    """Share of a packed row's operations that run: attention skips blocks without two tokens of one completion. A token
-    attends to its completion and, in the mean, to no more than a block of other tokens."""
+    """Returns the share of the operations of a packed row of `length` tokens that run: attention skips blocks without
+    two tokens of one completion. A token attends to its completion and, in the mean, at most a block of others."""
     attended = min(length / 2, lengths.attended_in_training + splash.BLOCK)
     within, whole = (token_flops(model, tokens=1, attended=n, predicted=1) for n in (attended, length / 2))
     return within / whole
 
 
 def decode_step_of(layout: Layout, decoding: Decoding, program: Program) -> DecodeStep:
-    """The costs of a decode step on one chip, from the costs of its program, which count the cache as full."""
+    """Returns the costs of a decode step on one chip, from those of the "decode" program, which count a full cache."""
     assert decoding.mesh is not None, "a plan decodes on a mesh"
     model, slots, chips = layout.model, decoding.slots, decoding.mesh.size
     cache = memory.cache_bytes(model, decoding)
@@ -188,13 +189,14 @@ def decode_step_of(layout: Layout, decoding: Decoding, program: Program) -> Deco
 def step_figures(
     layout: Layout, decoding: Decoding, programs: Mapping[str, Program], on: Topology, lengths: Lengths
 ) -> dict[str, Any]:
-    """The time of a step, with its share of the run's evaluations, and of the run, for JSON and tables.
+    """Returns the time of a step, with the step's share of the run's evaluations, and of the run, for JSON and tables.
+    `programs` are all programs of a step by name, with "exchange" if there are several hosts.
 
-    `bound` is at the peaks of the chip, `expected` at the expected rates; `fastest` and `slowest` are expected at the
-    ends of `HBM_BAND`. These four are results of `Phases.as_dict`. `binds` names the longest phase of the expected
-    step, and its share. Further keys count a step's prompts, with dynamic sampling's oversampling, its completions,
-    micro-batches and slots, mean lengths in tokens, and the run's steps, evaluations and their completions.
-    """
+    "bound" is at the peaks of the chip, "expected" at the expected rates; "fastest" and "slowest" are expected at the
+    ends of `HBM_BAND`. These four are results of `Phases.as_dict`. "binds" is a text with the longest phase of the
+    expected step, and its share. Further keys count a step's prompts, with dynamic sampling's oversampling, its
+    completions, micro-batches and slots, mean lengths in tokens, and the run's steps and evaluations; "evaluated" is
+    the completions of one evaluation."""
     work, step = work_of(layout, decoding, lengths, on), decode_step_of(layout, decoding, programs["decode"])
     slowest, fastest = (EXPECTED._replace(hbm=hbm) for hbm in HBM_BAND)
     sides = {"bound": PEAKS, "expected": EXPECTED, "fastest": fastest, "slowest": slowest}

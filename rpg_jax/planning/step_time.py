@@ -21,21 +21,21 @@ class Work:
       prompts: groups that are sampled, dynamic sampling's oversampling included.
       group_size: completions of a prompt.
       lengths: lengths of prompts and completions.
-      meshes: decoding meshes, which take prompts from one list.
+      meshes: number of decoding meshes, which take prompts from one list.
       prefill_prompts: prompts of mean length in a dispatch of prefill.
       updates: mini-batches of a step.
       epochs: passes over the mini-batches.
-      passes: log-probability passes, of the behaviour policy and of a reference that differs from it. A pass of a
-        teacher counts by the sizes of the two models.
+      passes: log-probability passes over a step's completions, of the behaviour policy and of a reference that differs
+        from it. A pass of a teacher counts as the ratio of its parameters to the policy's.
       micro_batches: whole micro-batches of an update.
-      rehearsed: further micro-batches of an update, with kept completions (`rehearsal.path`).
-      prefilled_again: operations of the prefills of a completion's later parts, in units of a prefill dispatch.
+      rehearsed: further micro-batches of an update, with stored completions (`rehearsal.path`).
+      prefilled_again: the prefills of a completion's later parts, in prefill dispatches with as many operations.
       run: share of a micro-batch's operations that are run: attention skips blocks between completions of one row. The
         counts of programs have attention over whole rows.
       evaluations: evaluations of the run.
       evaluated: (problems, completions of each problem) of an evaluation.
       exchanged: bytes of a step's groups that every host receives from the other hosts; 0 with one host.
-      synced: bytes of the weights that servers load.
+      synced: bytes of the weights that each server loads after a step.
     """
 
     steps: int
@@ -60,13 +60,12 @@ class Work:
 def phases(
     work: Work, step: DecodeStep, programs: Mapping[str, Program], on: Topology, rates: Rates = EXPECTED
 ) -> Phases:
-    """Seconds of each phase of a step of `work` on the slice `on` at `rates`: whole micro-batches and dispatches, a
-    latency for each collective, and slots that empty in the end. `step` is a decode step, and `programs` are all
-    programs by name. The wait for the slowest host is left out: 1 to 4 %.
+    """Returns the seconds of each phase of a step of `work` on the slice `on` at `rates`, with whole micro-batches and
+    dispatches, a latency for each collective, and slots that empty in the end. `step` is a decode step, and `programs`
+    are all programs by name. The wait for the slowest host is left out: 1 to 4 % of decoding on 16 hosts.
 
     The phases are "prefill", four of "decode: PART", "log-probs" and "update", and if the run has them "baseline",
-    "exchange" and "evaluations": the step's share of the run's evaluations, with completions of the same lengths.
-    """
+    "exchange" and "evaluations": the step's share of the run's evaluations, with completions of the same lengths."""
     run = {name: 1.0 if name in SAMPLING else work.run for name in programs}
     seconds = {name: program.expected(on.chip, rates, run[name]) for name, program in programs.items()}
 
@@ -96,8 +95,8 @@ def phases(
 
 @dataclasses.dataclass(frozen=True)
 class Phases:
-    """`seconds` of each phase of a step of `work` on the slice `on`, planned at `rates`: prefill, "decode: PART",
-    log-probs, update, baseline, exchange, and a step's share of the evaluations. Phases follow each other."""
+    """`seconds` of each phase of a step of `work` on the slice `on`, planned at `rates`: "prefill", "decode: PART",
+    "log-probs", "update", "baseline", "exchange", and a step's share of the "evaluations". Phases follow each other."""
 
     seconds: Mapping[str, float]
     work: Work
@@ -111,10 +110,10 @@ class Phases:
 
     @property
     def beside_servers(self) -> float:
-        """Seconds of a step if these chips only train, and as many other chips sample one step ahead. Training stands
-        still while a host copies its part of the weights to its memory. Meanwhile servers sample, the part is written,
-        and then every server reads all weights: a step takes at least as long as both. Servers sample evaluations, too.
-        """
+        """Seconds of a step if these chips only train, and as many other chips, the servers, sample one step ahead.
+        Training stands still while a host copies its part of the weights to its memory. While servers sample, the part
+        is written and then every server reads all weights; a step takes at least as long as write and read together.
+        Servers sample evaluations, too, while training waits."""
         rollout = sum(s for name, s in self.seconds.items() if name.startswith(("prefill", "decode", "exchange")))
         evaluations, part = self.seconds.get("evaluations", 0.0), self.work.synced / self.on.hosts / self.rates.host
         training = self.total - rollout - evaluations + part
@@ -136,7 +135,7 @@ class Phases:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeStep:
-    """One decode step of all slots of a mesh, on one of its chips.
+    """One decode step of all slots of a mesh, with its costs on one chip of the mesh.
 
     Attributes:
       slots: slots of the mesh.
@@ -146,7 +145,7 @@ class DecodeStep:
       scores: operations of attention for one attended token of every slot.
       network: bytes that collectives bring.
       collectives: number of collectives.
-      steps_per_dispatch: steps between two looks by the host.
+      steps_per_dispatch: decode steps of a dispatch, after which the host fills slots.
     """
 
     slots: float
@@ -162,10 +161,9 @@ class DecodeStep:
 def decode(
     step: DecodeStep, completions: float, lengths: Lengths, chip: Chip, rates: Rates = EXPECTED
 ) -> dict[str, float]:
-    """Seconds of each part of decoding `completions` on a mesh, all steps together. The parts follow each other.
+    """The seconds of each part of decoding `completions` on a mesh, all steps together. The parts follow each other.
     "weights": every step reads the weights and multiplies all slots, also idle slots. "cache": attention reads the
-    filled part. "latency": collectives. "host": time between dispatches. At the end the slots become idle one by one.
-    """
+    filled part of the cache. "latency": the collectives. "host": the time between dispatches."""
     tokens = completions * lengths.mean
     steps, positions = decode_steps(completions, lengths, step.slots), tokens / step.slots * lengths.attended
     bandwidth, flops = rates.hbm * chip.hbm_bandwidth, rates.flops * chip.flops
@@ -187,7 +185,7 @@ class Lengths:
       mean: m, the mean length of completions.
       spread: c, the coefficient of variation of the lengths of completions.
       limit: the largest length of a completion.
-      part: the most tokens of a completion that a step draws.
+      part: the most tokens of a completion that a step draws (`rollout.partial_tokens`); inf: no limit of its own.
     """
 
     prompt: float
@@ -209,20 +207,20 @@ class Lengths:
 
     @property
     def attended_in_training(self) -> float:
-        """Tokens that a token of prompt or completion attends to in training, in the mean: E[(p + n)²] / 2(p + m)."""
+        """Tokens that a token of prompt or completion attends to in training, in the mean: E[(p + n)²] / (2(p + m))."""
         square = self.prompt**2 + 2 * self.prompt * self.mean + self.mean_square
         return square / (2 * (self.prompt + self.mean))
 
     @property
     def longest(self) -> float:
-        """The tokens of the longest of many parts in a step: four standard deviations above the mean completion, at
-        most the limit and the most tokens of a part."""
+        """The tokens of the longest of many parts in a step: the mean completion and four standard deviations, at most
+        `limit` and `part`."""
         return min(self.limit, self.part, self.mean * (1 + 4 * self.spread))
 
     @property
     def begun(self) -> list[tuple[float, float]]:
-        """(tokens that its prefill reads, share of the completions that reach it) of each later part of completions, in
-        their order; [] if a completion has one part. Lengths are taken as normal, with this mean and spread."""
+        """(tokens that its prefill reads, share of the completions that reach it) of the second and each further part
+        of a completion; [] if a completion has one part. Lengths are taken as normal, with this mean and spread."""
         if self.part >= self.limit:
             return []
         drawn = [k * self.part for k in range(1, math.ceil(self.limit / self.part))]
@@ -231,12 +229,11 @@ class Lengths:
 
 
 def decode_steps(completions: float, lengths: Lengths, slots: float) -> float:
-    """Decode steps in which `slots` draw the `completions` of a step of the run; a free slot is refilled at once.
+    """Returns the decode steps in which `slots` draw `completions` completions; a free slot is refilled at once.
 
     A completion is one part; or several, where a step draws only a part of a long completion (`lengths.begun`). With
     parts of m tokens in the mean, slots / m parts end at a step. So the last part starts at step m (parts - slots) /
     slots, and takes at most `longest` steps. For one to two parts a slot the sum is up to a fifth low, because parts of
-    like length end together.
-    """
+    like length end together."""
     parts = completions * (1 + sum(share for _, share in lengths.begun))
     return completions * lengths.mean / parts * max(0.0, parts - slots) / slots + lengths.longest

@@ -1,8 +1,7 @@
 """TPU slices by name, and the compiler for TPUs, libtpu, which describes their devices where there is no TPU.
 
 Where Python can import libtpu, every command of a machine without a TPU looks for a TPU first and complains. So the
-compiler gets a folder of its own, which only `plan` knows, and the environment stays as it is. On a TPU's machine
-libtpu is installed for Python.
+compiler gets a folder of its own, which only `plan` knows. On a TPU's machine libtpu is installed for Python.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ GET_COMPILER = "python -m rpg_jax.plan --get_compiler"
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """One TPU slice or several equal ones: `v5p:2x2x2` is a v5p of shape (2, 2, 2), `v5p:2x2x2*3` three such slices."""
+    """One TPU slice or several equal slices: `v5p:2x2x2*3` has kind "v5p", shape (2, 2, 2) in chips, and slices 3."""
 
     kind: str
     shape: tuple[int, ...]
@@ -62,14 +61,14 @@ class Topology:
 
     @property
     def host(self) -> Topology:
-        """The part of this slice that is on one host, as a slice of its own. A small slice is whole on one host."""
+        """The part of one slice that is on one host, as a slice of its own. A small slice is whole on one host."""
         shape = self.shape if math.prod(self.shape) <= self.chip.one_host else (2, 2, 1)[: self.chip.dimensions]
         return Topology(self.kind, shape)
 
     def devices(self) -> list[jax.Device]:
-        """Devices of all slices to compile for, without a TPU. Sets environment variables that libtpu reads. If the
-        compiler is in the folder of its own, JAX's platform in this process becomes the CPU. Raises ValueError if
-        libtpu, which holds the compiler, is not installed."""
+        """The devices of all slices to compile for, without a TPU. Sets environment variables that libtpu reads. If the
+        compiler is in `compiler_folder`, JAX's platform in this process becomes the CPU. Raises ValueError if libtpu,
+        which holds the compiler, is not installed."""
         import jax  # a launcher and --get_compiler ask for the compiler alone, and need not wait for JAX
         from jax.experimental.topologies import get_topology_desc
 
@@ -99,7 +98,7 @@ _QUIET = {
 
 
 def parse(name: str) -> Topology:
-    """The slice or slices of the name KIND:SHAPE or KIND:SHAPE*SLICES. Raises ValueError for an unknown slice; the
+    """Reads a name KIND:SHAPE or KIND:SHAPE*SLICES, as "v5p:2x2x2*3". Raises ValueError for an unknown slice; the
     message lists the known slices."""
     match = re.fullmatch(r"(\w+):([\dx]+)(?:\*([1-9]\d*))?", name)
     if not match or match[1] not in CHIPS or match[2] not in CHIPS[match[1]].shapes:
@@ -109,12 +108,12 @@ def parse(name: str) -> Topology:
 
 
 def compiler_folder() -> Path:
-    """The folder in this environment, made or not, where `get_compiler` puts the compiler for this version of JAX."""
+    """The folder, made or not, where `get_compiler` puts the compiler for this Python environment's version of JAX."""
     return Path(sys.prefix) / "tpu_compiler" / importlib.metadata.version("jax")
 
 
 def compiler_library() -> Path | None:
-    """The shared library of the libtpu that Python can import, or else in `compiler_folder`. None: neither is there."""
+    """Path of libtpu.so: of the libtpu that Python can import, or else in `compiler_folder`. None: neither is there."""
     if found := importlib.util.find_spec("libtpu"):
         return Path(found.origin or "").with_name("libtpu.so")
     own = compiler_folder() / "libtpu" / "libtpu.so"
@@ -122,9 +121,9 @@ def compiler_library() -> Path | None:
 
 
 def get_compiler() -> str:
-    """Installs the compiler into `compiler_folder` by pip if there is none, which takes minutes. Returns a line that
-    names the place. Deletes compilers for other versions of JAX. Raises ValueError if pip failed; pip has printed why.
-    """
+    """Installs the compiler into `compiler_folder` by pip, which takes minutes, and then deletes compilers for other
+    versions of JAX. Does nothing if `compiler_library` finds a compiler. Returns a line for people that names the
+    place. Raises ValueError if pip fails; pip prints why."""
     if found := compiler_library():
         return f"the compiler for TPUs is there: {found}"
     home, needed = compiler_folder(), importlib.metadata.requires("jax") or []
