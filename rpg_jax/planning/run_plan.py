@@ -29,11 +29,10 @@ from rpg_jax.runs.problems import Task, listed
 def plan(
     config: ConfigDict, topology: Topology, only: Sequence[str] | None = None, *, lengths: Lengths | None = None
 ) -> tuple[dict[str, Program], dict[str, Any]]:
-    """Compiles every program of a resolved config for `topology`, or those named in `only`, where an unknown name is
-    ignored; a line on stderr announces each. Returns the programs by name, and the result of `step_figures`, {} if
-    `only` is given or the compiler refuses a program. `lengths` None: completions of half of the limit, see
-    `lengths_of`. Raises ValueError if there is no compiler for TPUs here, mesh and sizes of the config conflict, or
-    `rollout.devices` is set."""
+    """Compiles every program of a resolved config for `topology`, or the programs named in `only`; a line on stderr
+    announces each. Returns the programs by name, and the result of `step_figures`, which is {} if `only` is given or
+    the compiler refuses a program. `lengths` None: as `lengths_of` assumes. Raises ValueError if there is no compiler
+    here, mesh and sizes conflict, `rollout.devices` is set, or the config lacks a program of `only`."""
     if config.rollout.devices:
         raise ValueError(
             f"plan looks at one mesh, and rollout.devices={config.rollout.devices} makes two. Leave it out and plan "
@@ -41,8 +40,10 @@ def plan(
             "(or log-probs,start,add,apply) for the one that trains"
         )
     layout, learner, decoding, held = parts_on(config, topology)
-    programs = {}
-    for name, lowered, flops in lowered_programs(layout, learner, decoding):
+    programs, found = {}, {name: parts for name, *parts in lowered_programs(layout, learner, decoding)}
+    if unknown := sorted(set(only or ()) - set(found)):
+        raise ValueError(f"this config has no program {', '.join(unknown)}; it has {', '.join(found)}")
+    for name, (lowered, flops) in found.items():
         if not only or name in only:
             print(f"compiling {name} for {topology.name}", file=sys.stderr, flush=True)
             plain = name == "decode"  # the other branch cuts the distribution, which training never does
@@ -194,9 +195,8 @@ def step_figures(
 
     "bound" is at the peaks of the chip, "expected" at the expected rates; "fastest" and "slowest" are expected at the
     ends of `HBM_BAND`. These four are results of `Phases.as_dict`. "binds" is a text with the longest phase of the
-    expected step, and its share. Further keys count a step's prompts, with dynamic sampling's oversampling, its
-    completions, micro-batches and slots, mean lengths in tokens, and the run's steps and evaluations; "evaluated" is
-    the completions of one evaluation."""
+    expected step, and its share. Further keys count a step's prompts, with oversampling, completions, micro-batches and
+    slots, mean lengths in tokens, the run's steps and evaluations, and as "evaluated" an evaluation's completions."""
     work, step = work_of(layout, decoding, lengths, on), decode_step_of(layout, decoding, programs["decode"])
     slowest, fastest = (EXPECTED._replace(hbm=hbm) for hbm in HBM_BAND)
     sides = {"bound": PEAKS, "expected": EXPECTED, "fastest": fastest, "slowest": slowest}

@@ -171,6 +171,17 @@ def test_each_program_is_announced_before_it_is_compiled(monkeypatch, capsys):
     assert capsys.readouterr().err == "compiling decode for v5e:2x4\n"
 
 
+def test_a_program_that_the_config_lacks_is_an_error_before_any_is_compiled(monkeypatch, capsys):
+    """A misspelt --programs would print nothing, and its exit code would say that all fits."""
+    monkeypatch.setattr(run_plan.Topology, "devices", lambda topology: jax.devices()[: topology.chips])
+    parts = [("start", None, 1.0), ("decode", None, 1.0)]
+    monkeypatch.setattr(run_plan, "lowered_programs", lambda *_: iter(parts))
+    monkeypatch.setattr(run_plan, "compile_program", lambda name, *a, **k: program(name))
+    with pytest.raises(ValueError, match="this config has no program decod, update; it has start, decode"):
+        run_plan.plan(resolve(qwen3_0p6b_gsm8k.get_config()), V5E, only=["decode", "update", "decod"])
+    assert not capsys.readouterr().err
+
+
 def test_where_the_weights_cannot_be_had_the_size_gives_the_shapes(monkeypatch, tmp_path, capsys):
     config = resolve(qwen3_0p6b_gsm8k.get_config())
     with config.unlocked():
