@@ -118,7 +118,7 @@ class Estimate:
 def estimate(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> Estimate:
     """Estimates the memory and the time of a resolved config by arithmetic; no program is compiled. `lengths` None:
     completions of half of the limit, see `run_plan.lengths_of`. Raises ValueError if libtpu, which describes the
-    devices of a slice, is not installed, or sizes in the config conflict."""
+    devices of a slice, is not installed, sizes in the config conflict, or `rollout.devices` is set."""
     layout, learner, decoding, held = run_plan.parts_on(config, topology)
     lengths = lengths or run_plan.lengths_of(config)
     programs = estimated_programs(layout, decoding, held)
@@ -143,13 +143,14 @@ def search(config: ConfigDict, topology: Topology, lengths: Lengths | None = Non
     A search tries: 1 to 8 chips for a copy of the decoding weights, within one host; a cache in bf16 or in int8, with
     the slots that fill the memory; and three remat policies, each with the largest micro-batch that fits. Rows are
     spread over two or four chips, with `mesh.context`, only if no setting fits without this spread. Settings that the
-    config cannot run are left out. `lengths` is as in `estimate`. Raises ValueError if libtpu is not installed."""
+    config cannot run are left out. `lengths` and ValueErrors are as in `estimate`."""
     tried = {
         "rollout.tensor": [n for n in (1, 2, 4, 8) if topology.host.chips % n == 0],
         "rollout.int8_kv": (False, True),
         "model.remat": ("full", "offload", "none"),
     }
-    topology.devices()  # without libtpu every choice would fail below, as if none fitted
+    run_plan.check_one_mesh(config)  # or without libtpu, every choice would fail below, as if none fitted
+    topology.devices()
     unset, found = {"rollout.slots": None, "train.microbatch_size": None}, dict[str, Estimate]()
     for spread in ({}, {"mesh.context": 2}, {"mesh.context": 4}):
         for values in itertools.product(*tried.values()):

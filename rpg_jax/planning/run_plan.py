@@ -31,14 +31,8 @@ def plan(
 ) -> tuple[dict[str, Program], dict[str, Any]]:
     """Compiles every program of a resolved config for `topology`, or the programs named in `only`; a line on stderr
     announces each. Returns the programs by name, and the result of `step_figures`, which is {} if `only` is given or
-    the compiler refuses a program. `lengths` None: as `lengths_of` assumes. Raises ValueError if there is no compiler
-    here, mesh and sizes conflict, `rollout.devices` is set, or the config lacks a program of `only`."""
-    if config.rollout.devices:
-        raise ValueError(
-            f"plan looks at one mesh, and rollout.devices={config.rollout.devices} makes two. Leave it out and plan "
-            "each part as a slice: --programs=prefill,decode for the part that samples, --programs=log-probs,update "
-            "(or log-probs,start,add,apply) for the one that trains"
-        )
+    the compiler refuses a program. `lengths` None: as `lengths_of` assumes. Raises ValueError as `parts_on` does, and
+    if the config lacks a program of `only`."""
     layout, learner, decoding, held = parts_on(config, topology)
     programs, found = {}, {name: parts for name, *parts in lowered_programs(layout, learner, decoding)}
     if unknown := sorted(set(only or ()) - set(found)):
@@ -58,11 +52,22 @@ def plan(
 def parts_on(config: ConfigDict, topology: Topology) -> tuple[Layout, Learner, Decoding, dict[str, float]]:
     """Returns four things for a config on a slice: the layout, with the micro-batch that a run would take there; the
     learner; how the run decodes; and, by program, the bytes that other parts of the run hold on a chip meanwhile.
-    Raises ValueError if there is no compiler for TPUs here, or mesh and sizes of the config conflict."""
+    Raises ValueError without a compiler for TPUs, if mesh and sizes of the config conflict, or as `check_one_mesh`."""
+    check_one_mesh(config)
     place = topology.devices(), topology.host.devices(), topology.chip.hbm
     layout = memory.with_micro_batch(make_layout(config, vocabulary(config), *place))
     learner, decoding = make_learner(layout), memory.make_decoding(layout)
     return layout, learner, decoding, memory.resident(layout, learner, decoding)
+
+
+def check_one_mesh(config: ConfigDict) -> None:
+    """Raises ValueError if `rollout.devices` is set: devices that only sample are a second mesh, and a plan has one."""
+    if config.rollout.devices:
+        raise ValueError(
+            f"plan looks at one mesh, and rollout.devices={config.rollout.devices} makes two. Leave it out and plan "
+            "each part as a slice: --programs=prefill,decode for the part that samples, --programs=log-probs,update "
+            "(or log-probs,start,add,apply) for the one that trains"
+        )
 
 
 def with_known_shapes(config: ConfigDict) -> ConfigDict:

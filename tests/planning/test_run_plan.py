@@ -13,7 +13,7 @@ from rich.console import Console
 
 from configs import qwen3_0p6b_gsm8k, qwen3_4b_2k, qwen3_4b_8k, tiny
 from rpg_jax import plan
-from rpg_jax.planning import compiling, hlo, run_plan, topologies
+from rpg_jax.planning import compiling, estimates, hlo, run_plan, topologies
 from rpg_jax.planning.chips import PACKING
 from rpg_jax.runs import memory
 from rpg_jax.runs.layout import make_layout, rows_per_update
@@ -212,6 +212,9 @@ def test_devices_that_only_sample_are_planned_apart():
     config.rollout.devices = 4
     with pytest.raises(ValueError, match=r"rollout.devices=4 makes two.*--programs=prefill,decode for the part that"):
         run_plan.plan(resolve(config), V5E)
+    for by_arithmetic in (estimates.estimate, estimates.search):  # their numbers would mix the parts
+        with pytest.raises(ValueError, match="rollout.devices=4 makes two"):
+            by_arithmetic(resolve(config), V5E)
 
 
 @pytest.mark.slow
