@@ -65,8 +65,7 @@ _SHAPES = {
 
 HBM_BAND = (0.35, 0.6)
 """The least and the most share of HBM's bandwidth (`Rates.hbm`) that a plan considers. 0.35 is somewhat below the
-slowest published row with a large batch. On TPU7x the kernel of ragged paged attention alone reaches up to 0.86
-(arXiv:2604.15464); a whole decode step reaches less."""
+slowest published row with a large batch. On TPU7x ragged paged attention alone reaches 0.86 (arXiv:2604.15464)."""
 
 PACKING = 0.98
 """Share of a packed row that is filled. Simulated: first-fit decreasing over 512 completions of a gamma distribution

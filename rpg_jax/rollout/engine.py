@@ -148,9 +148,8 @@ class DecodeEngine:
         return replace(merged, **{name: None if x is None else x[:, :taken] for name, x in by_step.items()})
 
     def score(self, tokens: np.ndarray) -> Scores:
-        """Returns the scores of the tokens i32[T] of a text, as numpy arrays, with K = `TOP_TOKENS` or the size of a
-        smaller vocabulary. Blocks. Raises ValueError if T is above the capacity of a slot. The caller checks that the
-        tokens are in the vocabulary."""
+        """Returns the scores of a text's tokens i32[T], all in the vocabulary, as numpy arrays with K = `TOP_TOKENS` or
+        the size of a smaller vocabulary. Blocks. Raises ValueError if T is above the capacity of a slot."""
         padded = np.zeros(prompt_bucket(len(tokens), self.decoding.capacity), np.int32)
         padded[: len(tokens)] = tokens
         with self.weights.pinned() as params, self._scope():

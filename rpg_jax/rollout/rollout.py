@@ -152,9 +152,8 @@ class GroupJournal:
     """The run's journal as a rollout uses it: it gives complete groups to a request, and keeps each new group.
 
     A group's key has everything that its completions depend on: the checksum and the version of the weights, the
-    request's counters and sampling parameters, the prompt, and `settings`. With an environment this is so if its
-    answers depend on the problem and the conversation alone. An environment with state of its own may give another
-    group when the group is sampled afresh; the group in the journal is valid too.
+    request's counters and sampling parameters, the prompt, and `settings`. An environment's answers should depend on
+    the problem and the conversation alone. If not, a group that is sampled afresh may differ; both groups are valid.
 
     Where hosts ask for the same prompts (`Split`), each host needs to know what the other hosts have found. Hosts that
     decode together use the groups that all of them have found, and each host keeps every n-th group. Hosts that take

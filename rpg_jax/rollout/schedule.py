@@ -153,8 +153,7 @@ class Schedule:
     """The slots, the rows in the slots, and the rows that wait for a slot. Only one thread may use a schedule.
 
     A schedule owns the decode state. A row whose turn has ended keeps its slot while the environment replies. After
-    `patience_s` of `engine.decoding`, a waiting row may take the slot; then the first row is prefilled again after the
-    reply.
+    `patience_s` of `engine.decoding`, a waiting row may take the slot; the first row is then prefilled once more.
 
     Attributes:
       free: the free slots. The caller appends the slot of a row that `settle` or `resume` returns.

@@ -75,8 +75,7 @@ class GuardedThread(threading.Thread):
             self._driver.on_fault(self.name, fault)
 
 
-# The original deletes arrays that the completions of a prompt share (and calls `jax.tree_map`, which is gone).
-# Reference counts free them as well.
+# The original deletes arrays that the completions of a prompt share. Reference counts free them as well.
 orchestrator.delete_pytree = lambda tree: None
 orchestrator.JetThread = GuardedThread
 
