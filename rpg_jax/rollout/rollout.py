@@ -126,7 +126,7 @@ class Rollout(abc.ABC):
         return {}
 
     def close(self) -> None:  # noqa: B027, most drivers hold nothing to end
-        """Ends the rollout's threads and frees their cache, but no weights. A driver without threads does nothing."""
+        """Ends the rollout's threads, if any, and frees their cache, but no weights. No other call may follow."""
 
 
 class Feedable(Rollout):
