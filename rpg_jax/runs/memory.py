@@ -88,7 +88,7 @@ def _slots_of_a_device(layout: Layout, decoding: Decoding) -> int:
     if memory is None:
         return min(needed, -(-UNKNOWN_MEMORY_SLOTS // mesh.size))
     held = bytes_on_a_device(decoding_params(layout, decoding))
-    held += 0 if c.rollout.devices else _held_while_sampling(layout, make_learner(layout), decoding)
+    held += _held_while_sampling(layout, make_learner(layout), decoding)
     if c.rollout.max_staleness and not c.rollout.devices:
         held += (memory * (1 - LEFT_FREE) - held) / 2
     copy = mesh.shape["tensor"] * mesh.shape["expert"]
@@ -98,7 +98,10 @@ def _slots_of_a_device(layout: Layout, decoding: Decoding) -> int:
 
 def _held_while_sampling(layout: Layout, learner: Learner, decoding: Decoding) -> float:
     """Bytes on a device that the trainer holds during sampling beside the weights that decode: the optimizer's and the
-    critic's state, the adapters, a resident reference, and the trainer's weights or frozen base if a copy decodes."""
+    critic's state, the adapters, a resident reference, and the trainer's weights or frozen base if a copy decodes. 0 on
+    devices that only sample."""
+    if layout.config.rollout.devices:
+        return 0.0
     trained, own = bytes_on_a_device(layout.abstract_trained), has_copy(layout, decoding)
     state = bytes_on_a_device(learner.like)  # without arrays in host memory
     if layout.lora is not None:
@@ -329,6 +332,7 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
     completions, stay while the trainer works. The cache stays while prompts are prefilled. The reference's weights are
     there during "log-probs" if it may differ from the policy, and during updates that sum the KL over the vocabulary.
     With `reference.resident`, and for a teacher, these weights always stay, unless `offload` names the reference.
+    Devices that only sample hold nothing of the trainer's; a copy for them waits on the trainer's devices to be moved.
     """
     c, shape = layout.config, row_shape(layout.config)
     weights = bytes_on_a_device(layout.abstract_trained)

@@ -71,6 +71,16 @@ def test_devices_that_only_sample_hold_no_optimizer():
     assert decoding.slots == 4 * int((30 * GIB - WEIGHTS / 2) / (TOKEN * 10_240 + 16 * 151_936 * 4) // 4 * 4) == 64
 
 
+def test_devices_that_only_sample_need_no_memory_for_the_trainer():
+    config = resolve(qwen3_4b_2k.get_config())
+    config.rollout.devices = 4
+    layout = make_layout(config, None, jax.devices(), jax.devices(), device_memory=95.74 * GIB)
+    learner, decoding = make_learner(layout), make_decoding(layout)
+    held = memory.resident(layout, learner, decoding)
+    assert held["decode"] == 0 and held["prefill"] == memory.cache_bytes(layout.model, decoding)
+    assert held["prefill"] < 95.74 * GIB, "the slots fill what the trainer's state would take"
+
+
 def test_where_the_memory_is_unknown_all_devices_share_128_slots():
     config = tiny.get_config()
     layout = make_layout(config, 32)
