@@ -39,8 +39,9 @@ LEARNED_ADVANTAGES = Table(Declared)
 
 @ADVANTAGES.declare(r"R_i - \tfrac1G \textstyle\sum_j R_j")
 def group_mean(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
-    """R_i − mean of the group where `counted` bool[P, G] (None: all); f[P, G] as the rewards (RPG, arXiv:2505.17508).
-    Exactly 0 if all counted rewards of a group are equal; the reward itself if G = 1."""
+    """R_i − mean of the group's counted rewards, f[P, G] as the rewards (RPG, arXiv:2505.17508). Without meaning where
+    `counted` bool[P, G] (None: all) is False. Exactly 0 if all counted rewards of a group are equal; the reward itself
+    if G = 1."""
     if rewards.shape[1] == 1:
         return rewards
     one = rewards[:, :1]

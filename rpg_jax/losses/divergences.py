@@ -130,7 +130,8 @@ def unnormalized_reverse_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
     name="js",
 )
 def mean_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
-    """`js` and `ujs`, ½ (reverse + forward KL) per token in nats: ½ (w − ρ) log(w/ρ). The UKLs' mass terms cancel."""
+    """`js` and `ujs`, ½ (reverse + forward KL) per token in nats: ½ (w − ρ) log(w/ρ); w = π_θ/π_old, ρ = π_ref/π_old,
+    each at most e²⁰. The UKLs' mass terms cancel."""
     return 0.5 * (reverse_kl(log_w, log_rho) + forward_kl(log_w, log_rho))
 
 

@@ -50,7 +50,8 @@ class Tokens:
     prefix_kl: PrefixKL | None = None
 
     def plus_advantages(self, more: jax.Array) -> "Tokens":
-        """The same tokens with advantages A + `more`, f[B, T]; `more` is ignored where the mask is False."""
+        """The same tokens with advantages A + `more`, f[B, T]; `more` is ignored where the mask is False, and its
+        gradient is not stopped."""
         return dataclasses.replace(self, advantages=self.advantages + masking.masked_fill(more, self.mask))
 
     @cached_property

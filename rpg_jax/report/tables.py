@@ -153,7 +153,8 @@ class Row:
 
 
 def rows_within(configs: Sequence[Config], budget: Budget) -> list[Row]:
-    """A row for each config, in order, of its runs up to the last step within the budget, with intervals over seeds."""
+    """A row for each config, in order, of its runs up to the last step within the budget, which may be 0, with
+    intervals over seeds and differences to the first config. All runs record the budget's axis."""
     cuts = [[(run, run.last_step_within(budget.axis, budget.amount)) for run in config.runs] for config in configs]
     scored = [[(run, s) for run, step in own if (s := run.scores(step))] for own in cuts]
     columns = dict.fromkeys((name, q) for own in scored for _, s in own for name in s for q in QUANTITIES)

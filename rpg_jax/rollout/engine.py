@@ -104,14 +104,15 @@ class DecodeEngine:
     def generate(
         self, state: State, *, idle: int | None = None, attend_length: int | None = None
     ) -> tuple[State, Sequence[DecodeResult]]:
-        """Draws up to `decoding.steps_per_dispatch` tokens for each active slot, in one dispatch. Returns the new
-        state, and the result of each thread on its devices. `fetch` waits for the results; this call need not.
+        """Draws up to `decoding.steps_per_dispatch` tokens for each active slot, in one dispatch. Returns the new state
+        (`state` is donated), and each thread's result, on the devices. `fetch` waits for the results; this call need
+        not.
 
         Args:
           idle: the dispatch ends as soon as so many slots have become idle in it, so that they can be refilled. With n
             threads, each ends after idle // n of its slots, at least one. None: a thread ends with its last slot.
           attend_length: the caller promises that at the end of the dispatch no prompt with its completion has more
-            tokens. None stands for the capacity.
+            tokens. None is the capacity. Each power of two is compiled once.
         """
         attend = self.decoding.capacity
         if attend_length is not None and not self._ragged:  # the ragged kernel reads only what each slot has filled

@@ -326,8 +326,8 @@ def prepare_process() -> None:
 
 
 def prepare_libraries() -> None:
-    """Prepares the process for libraries: malloc keeps pages, absl's flags take their defaults, and Orbax and gcsfs log
-    less."""
+    """Prepares the process for libraries: malloc keeps pages, absl's flags take their defaults, and absl, asyncio and
+    gcsfs log less. Replaces `sys.unraisablehook`."""
     keep_pages()
     absl.flags.FLAGS.mark_as_parsed()  # Grain and Orbax read their defaults there
     absl.logging.set_verbosity(absl.logging.WARNING)  # Orbax reports every file it writes

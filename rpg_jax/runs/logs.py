@@ -114,7 +114,8 @@ class RunLog:
             self._try(tracker, "the end", lambda own: own.close())
 
     def rewind(self, step: int) -> None:
-        """Drops the lines and rollout files of steps after `step`, which a resumed run writes again; on process 0."""
+        """On process 0 drops the lines and rollout files of steps after `step`. Raises ValueError as
+        `JsonLines.rewind`."""
         for log in (self._metrics, self._samples) if hosts.is_first() else ():
             log.rewind(step)
         if hosts.is_first():
@@ -150,7 +151,7 @@ def completion_entries(completion: Completion) -> dict[str, Any]:
 
 def plain(value: Any) -> Any:
     """A copy of `value` in Python's own types for JSON. Scalars of NumPy and JAX become numbers, tuples lists, and
-    non-finite numbers None."""
+    non-finite numbers None. Raises ValueError for larger arrays."""
     if isinstance(value, bool | str | None):
         return value
     if isinstance(value, list | tuple):

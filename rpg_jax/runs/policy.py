@@ -118,10 +118,12 @@ class Policy:
         Args:
           model: a folder, OWNER/NAME on the hub, gs://BUCKET/FOLDER, or a local FILE.gguf.
           max_prompt_tokens, max_tokens: the limits of prompts and completions. The config's own limits do not count.
-          config: a shipped config's name, or a config file, for the other fields. Its dtype does not count either.
+          config: a shipped config's name, or a config file, for the other fields. Its dtypes do not count either.
           overrides: values of config fields by dotted name, {"rollout.slots": 8}. They win over the other arguments.
+            `model.compute_dtype` is the dtype of weights and products.
 
-        Raises ValueError if the model is missing or damaged, and says what is missing, or if there is no such field.
+        Raises ValueError if the model is missing or damaged, and says what is missing, or if the config, a field or a
+        field's value is wrong; StorageFailure if a bucket fails. Calls `cli.prepare_libraries` and sets JAX's cache.
         """
         cli.prepare_libraries()
         run_folder.use_compilation_cache()

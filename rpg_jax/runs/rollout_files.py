@@ -55,8 +55,8 @@ Numbers = Callable[[jax.Array, jax.Array, Batch], jax.Array]
 @functools.lru_cache(maxsize=128, typed=True)
 def token_numbers(loss: str | losses.Loss, **hyperparameters: Any) -> Numbers:
     """A jitted function (log-probs f32[B, C], entropy f32[B, C], batch) -> f32[B, C, K], the numbers of `COLUMNS`. The
-    `loss`, with its `hyperparameters`, decides `clip`. Equal arguments give the same function, so that runs of one
-    process compile it once.
+    batch has log π_old, log π_ref and advantages. The `loss`, with its `hyperparameters`, decides `clip`. Equal
+    arguments give the same function, so that runs of one process compile it once.
     """
 
     @jax.jit

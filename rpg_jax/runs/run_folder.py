@@ -134,8 +134,8 @@ def _stop_writing(reason: str) -> None:
 
 @contextlib.contextmanager
 def opened(address: str) -> Iterator[storage.Folder]:
-    """A context with the folder of an earlier run, local, or copied here from a bucket. A ValueError of the block names
-    the folder by its `address`.
+    """A context with the folder of an earlier run, local, or copied here from a bucket, which gets the block's changes.
+    The folder may be missing. A ValueError of the block names the folder by its `address`.
     """
     with storage.Folder(address) as folder:
         folder.fetch()

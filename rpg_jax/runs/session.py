@@ -143,9 +143,10 @@ class Session:
         self.log.trackers = trackers_of(config, folder.files, after=after) if hosts.is_first() else []
 
     def to_the_end(self) -> int:
-        """Takes steps until the last step, or until SIGTERM or SIGINT asks to stop, and then saves. Blocks meanwhile.
-        Returns 0, or 128 plus the signal's number if steps or an evaluation are left. After the last step it writes
-        curves and summary. Raises `cli.RunLost` if the guard stops the run or a device is out of memory. Call it once.
+        """Takes steps until the last step, or until SIGTERM or SIGINT asks to stop (heard in the main thread only), and
+        then saves. Blocks meanwhile. A second signal, a late save or a stall ends the process. Returns 0, or 128 plus
+        the signal's number if steps or an evaluation are left. After the last step it writes curves and summary. Raises
+        `cli.RunLost` if the guard stops the run or a device is out of memory. Call it once.
         """
         trainer, stopped = self.trainer, None
         trainer.begin(self.now.state)

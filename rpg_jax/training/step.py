@@ -323,9 +323,9 @@ def apply_gradients(
     optimizer: Optimizer, state: TrainState, sums: Sums, critic: Critic | None = None
 ) -> tuple[TrainState, Metrics]:
     """Makes the update with gradient Σ grads / Σ weight; policy and critic are each clipped by their own global norm.
-    Where the loss or a norm is not finite, weights and slots stay as they are and `skipped` counts the update. Returns
-    the state, and the metrics of `sums` with `grad_norm` before the clip, `nonfinite_updates` (0 or 1) and others as
-    (sum, weight)."""
+    Where the loss or a norm is not finite, weights and slots stay as they are, and `skipped` counts the update, not
+    `updates`. Returns the state, and the metrics of `sums` with `grad_norm` before the clip, `nonfinite_updates` (0 or
+    1) and others as (sum, weight)."""
     total, weight = sums.metrics["loss"]
     weight = jnp.maximum(weight, 1e-9)
     norms = [optax.tree.norm(optax.tree.cast(grads, jnp.float32)) / weight for grads in sums.grads if grads is not None]

@@ -88,8 +88,9 @@ _FEWER, _SHARE = 0.75, 16  # a refusal leaves 3/4 of the limit; a round of answe
 
 @dataclasses.dataclass(eq=False)
 class Server:
-    """One server, as `Balance` counts its calls. All times are seconds of `time.monotonic`. Calls that were under way
-    together and failed count as one failure of the server. Calls that were refused together count as one refusal.
+    """One server, as `Balance` counts its calls in its event loop, without a lock. All times are seconds of
+    `time.monotonic`. Calls that were under way together and failed count as one failure of the server. Calls that were
+    refused together count as one refusal.
 
     Attributes:
       caller: posts to the server.
