@@ -3,7 +3,7 @@
 Weights:   python -m launch.pretrained smollm2-135m
 Command:   python -m rpg_jax.train --config=configs/smollm2_135m_stories.py --config.model.path=smollm2-135m
 Hardware:  two CPU cores
-Expect:    0.27 held out before, 0.59 after eight steps, in four and a half minutes on cores with other work beside
+Expect:    0.27 held out before, 0.59 after eight steps, in five and a half minutes
 Pass:      0.45 held out. The score has 51 problems with four completions of each
 """
 

@@ -3,7 +3,7 @@
 Weights:   python -m launch.pretrained smollm2-135m
 Command:   python -m rpg_jax.train --config=configs/smollm2_135m_sums.py --config.model.path=smollm2-135m
 Hardware:  two CPU cores, 7 GB of memory
-Expect:    0.06 held out before, 0.6 to 0.8 after eight steps, in four minutes
+Expect:    0.06 held out before, 0.6 to 0.8 after eight steps, in three and a half minutes
 Pass:      0.5 held out. The score has 51 problems with one completion of each
 """
 

@@ -19,7 +19,7 @@ FOLDER = os.path.abspath(found) if (found := os.environ.get("RPG_JAX_SMOLLM2")) 
 TASKS = {"sums": (0.0, 0.2, 0.5), "stories": (0.2, 0.8, 0.45), "chain_sum": (0.2, 0.8, 0.45)}
 
 pytestmark = [
-    pytest.mark.soak,  # three to twelve minutes each on two CPU cores
+    pytest.mark.soak,  # one to ten minutes each on two CPU cores
     pytest.mark.skipif(not FOLDER, reason="RPG_JAX_SMOLLM2 names no folder of SmolLM2-135M-Instruct"),
 ]
 
