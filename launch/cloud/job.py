@@ -23,7 +23,8 @@ def option(help: str, default: Any = dataclasses.MISSING, **how: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """One launch, and the TPU slices that it asks Google Cloud for. A field with a help text is an option.
+    """One launch, and the TPU slices that it asks Google Cloud for. A field with a help text is an option of both
+    launchers. `give_up_after` is an option of launch/tpu; `cluster` and `reservation` are options of launch/xpk.
 
     `trainer` is what follows `--`: arguments of `python -m rpg_jax.train`, of `rpg_jax.serve` with `serves_for`, or
     "first-hour" and arguments of `launch.first_hour`. `secrets` are (environment variable, name) pairs.
@@ -51,6 +52,8 @@ class Job:
     max_hours: float | None = option("save, end and free everything so many hours from now", None, type=float)
     budget: float | None = option("the hours that so many dollars pay, as --max-hours", None, type=float, metavar="USD")
     give_up_after: str = "30d"
+    cluster: str | None = None
+    reservation: str | None = None
     trainer: tuple[str, ...] = ()
 
     @property

@@ -153,16 +153,16 @@ def _capacity(launch: Launch) -> str:
         problem = "--service-account and --internal-ips: pods have the account and the addresses of the cluster"
         raise LaunchError(problem, "leave them out")
     if launch.job.capacity == "reserved":
-        if not launch.options.reservation:
+        if not launch.job.reservation:
             raise LaunchError("--capacity=reserved needs the reservation's name", "pass --reservation=NAME")
-        return f"--reservation={launch.options.reservation}"
+        return f"--reservation={launch.job.reservation}"
     if launch.job.capacity == "flex-start":
         raise LaunchError("--capacity=flex-start is a queued resource, which a cluster does not have", "use launch/tpu")
     return f"--{launch.job.capacity}"
 
 
 def _name(launch: Launch) -> str:
-    return launch.options.cluster or launch.job.name
+    return launch.job.cluster or launch.job.name
 
 
 def _cluster(launch: Launch) -> list[str]:

@@ -39,6 +39,16 @@ def test_a_run_that_ended_is_submitted_anew_and_resumes(cloud, ended):
     assert "--config.run.name=rpg-4b" in call and "--max-restarts=20" in call
 
 
+def test_a_later_command_finds_the_cluster_that_was_named_once(cloud):
+    """By the run's name `delete` would find no cluster, and would say that the one that costs is deleted."""
+    assert cloud.run(f"up --no-watch --capacity=reserved --reservation=r {TPU} {TRAINER}", "xpk") == 0
+    for command, call in (("stop", "workload delete"), ("delete --yes", "cluster delete")):
+        assert cloud.run(f"{command} --name=rpg-4b", "xpk") == 0
+        assert all("--cluster=c " in line for line in cloud.called(call)) and cloud.called(call)
+    assert cloud.run(f"up --no-watch --name=rpg-4b {TRAINER}", "xpk") == 0
+    assert all("--reservation=r" in line for line in cloud.called("cluster create"))
+
+
 @pytest.mark.parametrize("there", [False, True])
 def test_the_registry_is_made_where_it_is_missing(cloud, there):
     cloud.script(*[{"match": "repositories create", "stderr": "ERROR: ALREADY_EXISTS: the repository"}] * there)
