@@ -103,7 +103,7 @@ def train(
     """Trains a policy, or continues the run that an equal call or command has begun.
 
     `train(model="HuggingFaceTB/SmolLM2-135M-Instruct", data=rows, reward=function)` is enough. The other fields then
-    follow from the model, the rows and the device, and each is printed with its value.
+    fit the model, the rows and the device, and ten lines print the main choices.
 
     It does what `python -m rpg_jax.train` does with the same config, prints the same, and leaves the same folder. It
     returns after the last step, with the run's folder, metrics and policy. During the steps, the first SIGINT or
