@@ -332,14 +332,14 @@ def of_run(
 ) -> Policy:
     """The policy of a run's checkpoint after step `step`, by default the last. `folder` is an open, fetched folder.
     `changes` are values of config fields, by dotted name, that replace the run's. `held_out` loads the problems of
-    evaluations. Somebody else may have written the config: if it names code to import or a judge to ask, `held_out`
-    needs `trust`. Without `weights` no checkpoint is read, and `Policy.params` is None. `merge` adds adapters to their
-    base; without `merge` the params are the adapters. Raises ValueError if the folder has no run, a field does not
-    exist, `trust` is missing, or the checkpoint is not there.
+    evaluations. Somebody else may have written the config: if it names code to import, other than rewards of `changes`,
+    or a judge to ask, `held_out` needs `trust`. Without `weights` no checkpoint is read, and `Policy.params` is None.
+    `merge` adds adapters to their base; without `merge` the params are the adapters. Raises ValueError if the folder
+    has no run, a field does not exist, `trust` is missing, or the checkpoint is not there.
     """
     config = config_files.changed(run_folder.read_config(folder.files), changes)
     if held_out:
-        check_trusted(config, folder.home, trust=trust)
+        check_trusted(config, folder.home, trust=trust, given=changes.get("rewards.parts", ""))
     if not (config.model.tokenizer or config.model.path or (folder.files / "tokenizer.model").is_file()):
         raise ValueError(f"{folder.home} has no tokenizer.model: copy the run again from where it came")
     experiment = open_experiment(config, folder.files, train=False, held_out=held_out)

@@ -329,17 +329,17 @@ def own_code(config: ConfigDict) -> dict[str, str]:
     return {name: field for field, names in named.items() for name in names if ":" in name}
 
 
-def check_trusted(config: ConfigDict, run: object, *, trust: bool) -> None:
+def check_trusted(config: ConfigDict, run: object, *, trust: bool, given: str = "") -> None:
     """Raises ValueError, unless `trust` is set, if the config of a run that somebody else may have written names code
-    to import or a judge to ask. The loss and the advantage do not count: only training imports them. The message names
-    the code, the judge, and `run`, the run's folder.
+    to import or a judge to ask. The message names them and `run`, the run's folder. Loss and advantage do not count:
+    only training imports them. Nor does code in `given`, the `rewards.parts` that a command line put into the config.
     """
-    named = [f"imports {name!r} ({field})" for name, field in own_code(config).items() if field[:5] != "loss."]
+    why = [f"imports {n!r} ({f})" for n, f in own_code(config).items() if f[:5] != "loss." and n not in _weights(given)]
     if rewards.JUDGE in reward_arguments(config)[0]:
-        named.append(f"sends completions, and the variable JUDGE_API_KEY, to {config.judge.url!r} (judge.url)")
-    if named and not trust:
+        why.append(f"sends completions, and the variable JUDGE_API_KEY, to {config.judge.url!r} (judge.url)")
+    if why and not trust:
         raise ValueError(
-            f"the config of {run} {'; it '.join(named)}: add --trust if you know who wrote this folder, or choose "
+            f"the config of {run} {'; it '.join(why)}: add --trust if you know who wrote this folder, or choose "
             "other rewards by --rewards=exact"
         )
 

@@ -11,8 +11,9 @@ from configs import tiny
 from rpg_jax import Policy, evaluate, export, sample
 from rpg_jax.data import Problem, fingerprint
 from rpg_jax.rewards.verifiers import VERIFIERS
-from rpg_jax.runs import evaluation, run_folder
+from rpg_jax.runs import config_files, evaluation, run_folder
 from rpg_jax.runs.experiment import problems_digest
+from rpg_jax.runs.resolve import resolve
 from rpg_jax.storage import write_atomically
 from rpg_jax.storage.leases import _File
 from tests import test_export
@@ -69,6 +70,24 @@ def test_code_that_is_trusted_is_imported(strange, capsys):
     folder = strange(**CODE["task.name"])
     assert evaluate.main([f"--run={folder}", "--k=1", "--trust"]) == 2
     assert "no function or class 'Task'" in capsys.readouterr().err and Path("imported").exists()
+
+
+def test_a_reward_of_the_command_line_needs_no_trust_and_code_of_the_folder_still_does(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def score(completion, answer): return 1.0", encoding="utf-8")
+    (folder := tmp_path / "strange").mkdir()
+
+    def said(rewards="mine.py:score", **fields):
+        config = config_files.changed(tiny.get_config(), {name.replace("__", "."): v for name, v in fields.items()})
+        (folder / "config.json").write_text(json.dumps(run_folder.as_json(resolve(config))), encoding="utf-8")
+        assert evaluate.main([f"--run={folder}", f"--rewards={rewards}"]) == 2
+        return capsys.readouterr().err
+
+    for fields in ({}, {"rewards__parts": "planted:reward"}):  # what the command line replaces is not imported
+        assert "has no tokenizer.model" in said(**fields), "the check after the one of trust"
+    assert "imports 'planted:reward'" in said(rewards__accuracy="planted:reward")
+    assert "imports 'planted:Task' (task.name): add --trust" in said(task__name="planted:Task")
+    assert "evil.example" in said(rewards="judge", judge__url="http://evil.example/v1")
 
 
 def test_compiled_programs_come_from_the_users_cache_alone(strange, tmp_path, monkeypatch):
