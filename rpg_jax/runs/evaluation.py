@@ -30,7 +30,7 @@ from rpg_jax.runs.experiment import Experiment, evaluation_generator, make_rollo
 from rpg_jax.runs.logs import completion_entries
 from rpg_jax.runs.memory import make_decoding
 from rpg_jax.runs.policy import Policy
-from rpg_jax.runs.resolve import reward_arguments
+from rpg_jax.runs.resolve import own_code, reward_arguments
 from rpg_jax.storage import naming, write_atomically
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.storage.files import read_object, to_json
@@ -324,7 +324,7 @@ def settings_of(policy: Policy, name: str, k: int | None, weights: str) -> dict[
     of each problem (None: as the source or the config says)."""
     c, held_out = policy.experiment.config, policy.experiment.task.held_out
     parts = reward_arguments(c)[0]
-    code = rewards.paths(parts) + ([c.environment.name] if ":" in (c.environment.name or "") else [])
+    code = rewards.paths(parts) + [name for name, field in own_code(c).items() if field.startswith("environment.")]
     uses = {"rewards": True, "judge": rewards.JUDGE in parts, "environment": c.environment.name is not None}
     return {
         "policy": name,

@@ -1,10 +1,12 @@
 """An evaluation killed anywhere goes on to the same bytes, and samples only what is missing."""
 
 import argparse
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from configs import tiny
 from rpg_jax import evaluate, rewards
 from rpg_jax.data import Problem
 from rpg_jax.data.groups import Group
@@ -88,3 +90,20 @@ def test_a_reward_in_a_file_is_a_reward_of_evaluate_too(tmp_path):
     assert evaluate.changes(asked) == {"rewards.parts": "mine_here:score"}
     asked.rewards = "exact"
     assert evaluate.changes(asked) == {"rewards.parts": "exact"}
+
+
+def test_an_edited_tool_or_environment_is_another_evaluation(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("tool_here", "game_here"):
+        (tmp_path / f"{name}.py").write_text("one = 1\n", encoding="utf-8")
+    tool = {"environment.name": "tools", "environment.options": '{"tools": {"tool_here:call": {}}}'}
+    for fields in (tool, {"environment.name": "game_here:Game"}):
+        config = tiny.get_config()
+        config.update_from_flattened_dict(fields)
+        tokenizer = SimpleNamespace(digest=lambda: "d" * 64)
+        experiment = SimpleNamespace(config=config, task=SimpleNamespace(held_out=SETS), tokenizer=tokenizer)
+        policy = SimpleNamespace(experiment=experiment, step=3)
+        before = evaluation.settings_of(policy, "mine", 4, "0" * 16)["code"]
+        for name in ("tool_here", "game_here"):
+            (tmp_path / f"{name}.py").write_text(f"two = {fields!r}\n", encoding="utf-8")
+        assert evaluation.settings_of(policy, "mine", 4, "0" * 16)["code"] != before
