@@ -12,8 +12,10 @@ from rpg_jax.runs.config_files import Field, Retired, Section, from_method, opti
 # fmt: off
 FIELDS = Section(
     "The run as a whole.",
-    method=Field("RPG-REINFORCE-URKL", "A row of the paper's tables.", choices="rpg_jax.losses:METHODS"),
-    seed=Field(0, "The seed of every random number of the run.", range="[0, 1073741824)"),
+    method=Field("RPG-REINFORCE-URKL", "A row of docs/methods.md: a loss and what belongs to it.",
+        choices="rpg_jax.losses:METHODS"),
+    seed=Field(0, "The seed of samples, of the order of problems and of new adapters. Random weights and the warm "
+        "start have warm_start.seed.", range="[0, 1073741824)"),
     sharding=Field(optional(str), 'Changes to the rules in parallel.RULES, as "embed=fsdp+context,kv_heads=". A '
         "logical axis without a mesh axis is replicated."),
     offload=Field("", "The arrays that wait in the host's memory until they are needed: optimizer, reference, or "
@@ -75,7 +77,7 @@ FIELDS = Section(
             choices=("none", "dots", "full", "offload")),
         replay_experts=Field(False, "For a mixture: train with the experts that the sampler's routers chose for each "
             "token. Their weights are still the trainer's router's; docs/running.md. A token takes a byte for each of "
-            "its experts in each layer, in memory, checkpoints and the journal."),
+            "its experts in each layer (two if a layer has more than 256), in memory, checkpoints and the journal."),
         lora=Section(
             "Train low-rank adapters beside frozen weights, which are kept in compute_dtype; docs/lora.md.",
             rank=Field(0, "The rank of an adapter. 0: no adapters, all weights are trained.", range="[0, 1e5]"),
@@ -119,10 +121,13 @@ FIELDS = Section(
         train=Field(optional(str), "files: parquet or JSONL files, names of data sets on the hub or "
             "reasoning_gym:NAME, separated by commas. Problems of the held-out sets are left out."),
         held_out_sets=Field(optional(str), "files: NAME=SOURCE,NAME=SOURCE; arithmetic: held out,carry,negative or "
-            "some of them; chains: held out,harder,old skill; module:Class: the names that it knows."),
+            "some of them; chains: held out,harder,old skill,train or some of them; module:Class: the names that it "
+            "knows. Unset, for these three: held out."),
         template=Field(optional(str), "files: the prompt's template: paper, none, gsm8k, countdown, or a text with "
-            "{question}. Unset: a prompt of the data stays as it is, a bare question is put into the paper's."),
-        bad_rows=Field("fatal", "files: a bad row is printed, and is fatal or skipped.", choices=("fatal", "skip")),
+            "{question}. Unset: a prompt of the data stays as it is, a bare question is put into the paper's, or into "
+            "that of its data set (gsm8k, countdown)."),
+        bad_rows=Field("fatal", "files: a bad row is fatal, or skipped. A line counts bad rows and has the first.",
+            choices=("fatal", "skip")),
     ),
     rewards=Section(
         "The reward of a completion: a weighted sum of parts.",
@@ -156,7 +161,7 @@ FIELDS = Section(
         'A judge or a reward model over HTTP: the part "judge" of rewards.parts.',
         url=Field(optional(str), "The server, as http://localhost:8000/v1, or the address of a scoring endpoint."),
         kind=Field("chat", "chat: a model is asked by /chat/completions and its last line holds the grade. score: a "
-            "POST of {prompts, completions, answers} returns {scores}.", choices=("chat", "score")),
+            "POST of {model, prompts, completions, answers} returns {scores}.", choices=("chat", "score")),
         model=Field("default", "The model's name, as the server's list (/v1/models) has it."),
         prompt=Field("", "chat: the question to the judge, with {completion}, and {prompt}, {answer} and {scale} where "
             'they are wanted. "": a grade from 0 to the scale, with question and reference answer.'),
@@ -191,8 +196,8 @@ FIELDS = Section(
             "completions", range="[1, 1e6]"),
         threads=Field(1, "The threads that decode, each its share of the slots. One program seldom uses two cores of a "
             "CPU, so a run with idle cores samples faster with two. Other devices need one.", range="[1, 1000]"),
-        tensor=Field(optional(int), "Devices per copy of the decoding weights. Unset: the trainer's mesh.", "devices",
-            range="[1, 1e6]"),
+        tensor=Field(optional(int), "Devices per copy of the decoding weights. Unset: 1 with rollout.expert or "
+            "rollout.devices, else the trainer's mesh.", "devices", range="[1, 1e6]"),
         expert=Field(optional(int), "For a mixture: groups of experts per copy, each on `tensor` devices.", "groups",
             range="[1, 1e6]"),
         devices=Field(0, "The number of devices that only sample: the last ones. The mesh covers the others, which "
@@ -241,10 +246,11 @@ FIELDS = Section(
     ),
     dynamic_sampling=Section(
         "Prompts are drawn until a step has enough informative groups.",
-        enabled=Field(from_method(bool), "Keep only groups whose accuracy is neither 0 nor 1."),
+        enabled=Field(from_method(bool), "Keep only groups whose completions differ in reward, its shaping left out."),
         oversample=Field(1, "The prompts that are generated at once, in units of prompts_per_step. The paper has 3. 0: "
             "as many as should fill the step, by the share of informative groups so far.", range="[0, 1000]"),
-        max_batches=Field(20, "The generation batches of a step before it gives up.", "batches", range="[1, 1e6]"),
+        max_batches=Field(20, "The most generation batches of a step, which then trains the informative groups that "
+            "it has; without any the run ends.", "batches", range="[1, 1e6]"),
         surplus=Field("drop", "Drop surplus groups, or carry them to the next step.", choices=("drop", "carry")),
     ),
     loss=Section(
@@ -252,9 +258,9 @@ FIELDS = Section(
         name=Field(from_method(str), "The loss, or a function of your own as module:function (docs/library.md).",
             choices="rpg_jax.losses:LOSSES"),
         arguments=Field(from_method(str), 'Hyperparameters of the loss that have no field here, as JSON: '
-            '{"tau": 0.5}. Of the shipped losses: weight_cap, trace_cap of rpg, kl_clamp of grpo, mask_divergence, '
-            "mask_threshold of dppo, width_low, width_high and width_dual of ctpo, trust_region of drpo, tau_positive, "
-            "tau_negative of sapo, penalty_level of opmd; docs/methods.md."),
+            '{"tau": 0.5}. Of the shipped losses: weight_cap, trace_cap, behaviour_mass of rpg, kl_clamp of '
+            "grpo, mask_divergence, mask_threshold of dppo, width_low, width_high, width_dual of ctpo, trust_region of "
+            "drpo, tau_positive, tau_negative of sapo, penalty_level of opmd; docs/methods.md."),
         divergence=Field(from_method(str), "rpg: the divergence.", choices="rpg_jax.losses:DIVERGENCES"),
         estimator=Field(from_method(str), "rpg: the gradient's estimator. exact: the KL at a token's prefix is summed "
             "over the vocabulary, which takes the reference's weights to every update; for level token and to_go.",
@@ -355,8 +361,10 @@ FIELDS = Section(
             "= 1, 2, ... has u/N of the rate.", "steps or updates"),
         b1=Field(0.9, "The decay of the gradient's mean. For sgd: its momentum; for schedule_free_adamw: its "
             "interpolation, at least 0.1.", range="[0, 1)"),
-        b2=Field(0.999, "The decay of the squared gradient's mean. For lion: of the slower mean.", range="[0, 1)"),
-        eps=Field(1e-8, "The number that is added to the root of the squared gradient's mean.", range="[0, 1]"),
+        b2=Field(0.999, "The decay of the squared gradient's mean. For lion: of the gradient's mean, which b1 mixes "
+            "with the gradient.", range="[0, 1)"),
+        eps=Field(1e-8, "The number that is added to the root of the squared gradient's mean. rmsprop adds it under "
+            "the root; lion and sgd do not read it.", range="[0, 1]"),
         weight_decay=Field(0.1, "The decoupled weight decay. It is multiplied by the learning rate.", range="[0, 100]"),
         decayed=Field("all", "The weights that weight decay shrinks: all, or matrices only (no norms, no biases).",
             choices="rpg_jax.training.optimizer:DECAYED"),
@@ -372,7 +380,8 @@ FIELDS = Section(
             "rpg_jax.sft after 3.", range="[1, 1e6]"),
         dir=Field("runs/warm_starts", "The folder that keeps warm starts. Runs in a bucket use run.dir/warm_starts "
             "instead of a local folder."),
-        seed=Field(0, "The seed of the warm start, which runs of several seeds share.", range="[0, 1073741824)"),
+        seed=Field(0, "The seed of random weights and of the warm start, which runs of several seeds share.",
+            range="[0, 1073741824)"),
         min_accuracy=Field(0.4, "The least accuracy on the first held-out set at which the warm start stops.",
             range="[0, 1]"),
         max_accuracy=Field(0.6, "The greatest accuracy at which it stops.", range="[0, 1]"),
@@ -394,8 +403,9 @@ FIELDS = Section(
             range="[1, 1e9]"),
         k=Field(4, "The completions of each problem.", "completions", range="[1, 1e5]"),
         temperature=Field(1.0, "The temperature of sampling. 0 is greedy.", range="[0, 100]"),
-        drift=Field(False, "Also measure the completions' entropy and KL to the policy before the first step, in nats "
-            "per completion. Two more passes of log-probabilities; the rollout's temperature and all of its tokens."),
+        drift=Field(False, "Also measure the completions' entropy, in nats per token, and KL to the policy before the "
+            "first step, in nats per completion. Two more passes of log-probabilities. evaluation.temperature must be "
+            "rollout.temperature."),
     ),
     checkpoint=Section(
         "Checkpoints, from which the same command continues.",
@@ -417,8 +427,9 @@ FIELDS = Section(
             range="[0, 1e6]"),
         rollouts_every=Field(10, "The steps between two records in rollouts/: groups with the numbers of every token, "
             "for the report's browser. The first step is recorded too. A record has 8 groups "
-            "and costs one more pass of log-probabilities over their mini-batches; a token takes up to 25 bytes. "
-            "0 is off.", "steps", range="[0, 1e12]"),
+            "and costs one more pass of log-probabilities over their mini-batches (with one update a step also the "
+            "passes before it, which other steps leave out); a token takes up to 25 bytes. 0 is off.", "steps",
+            range="[0, 1e12]"),
         tracker=Field("", "Where metrics go too: tensorboard, wandb, mlflow or trackio, or several, separated by "
             "commas. Each needs its package: pip install tensorboardX, wandb, mlflow or trackio."),
         project=Field("rpg_jax", "The project (wandb, trackio) or experiment (mlflow) of the run."),
