@@ -31,6 +31,7 @@ _TABLE = re.compile(r"(?s)(<!-- table: ([a-z ]+) -->\n\n).*?(\n\n<!-- end of tab
 
 # The symbols of the hyperparameters that the column "clip" shows.
 _SHOWN = {"clip": "", "clip_low": "ε₁ ", "clip_high": "ε₂ ", "clip_dual": "c "}
+_SHOWN |= {"width_low": "a ", "width_high": "b ", "width_dual": "c ", "trust_region": "δ "}
 _SHOWN |= {"mask_threshold": "δ ", "tau_positive": "τ₊ ", "tau_negative": "τ₋ ", "sampler_correction": "sampler: "}
 
 _COLUMNS = ("method", "loss of a token", "advantage", "aggregate", "clip", "β", "reference", "dynamic sampling")

@@ -67,7 +67,7 @@ def dppo(
 
 
 @LOSSES.declare(
-    r"\max(-W_t A,\ -\mathrm{clip}(W_t, e^{-a\sqrt t}, e^{b\sqrt t}) A), \quad W_t = \textstyle\prod_{s \le t} w_s"
+    r"\mathrm{clip}_\mathrm{PPO}(W_t, A) \text{ at } e^{-a\sqrt t}, e^{b\sqrt t}, e^{c\sqrt t},\ W_t=\prod_{s\le t} w_s"
 )
 def ctpo(tokens: Tokens, *, width_low: Width = 0.025, width_high: Width = 0.05, width_dual: Width = 0.05) -> TokenLoss:
     """PPO's clip of the prefix's ratio W_t = Π_{s≤t} w_s, in a window that grows with √t; f[B, T] (minimise).
