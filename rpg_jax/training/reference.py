@@ -98,7 +98,7 @@ class Threshold(Rule):
 
 
 class OfTeacher(Rule):
-    meaning = "a teacher: another model, which is read from reference.path and never trained"
+    meaning = "a teacher: another model, at reference.path, which is never trained"
     word = "teacher"
 
 
