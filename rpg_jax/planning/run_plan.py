@@ -34,7 +34,7 @@ def plan(
     the compiler refuses a program. `lengths` None: as `lengths_of` assumes. Raises ValueError as `parts_on` does, and
     if the config lacks a program of `only`."""
     layout, learner, decoding, held = parts_on(config, topology)
-    programs, found = {}, {name: parts for name, *parts in lowered_programs(layout, learner, decoding)}
+    programs, found = {}, {name: (low, flops) for name, low, flops in lowered_programs(layout, learner, decoding)}
     if unknown := sorted(set(only or ()) - set(found)):
         raise ValueError(f"this config has no program {', '.join(unknown)}; it has {', '.join(found)}")
     for name, (lowered, flops) in found.items():
