@@ -322,7 +322,7 @@ def own_peaks(layout: Layout) -> dict[str, float]:
     if shape.rows >= rows_per_update(c) and not c.rehearsal.path:
         return found | {"update": 4 * held + inputs + frozen + layer}
     accumulating = inputs + frozen + layer
-    return found | {"start": 2 * held + accumulating, "add": 4 * held + accumulating, "apply": 4 * held}
+    return found | {"start": 2 * held + accumulating, "add": 3 * held + accumulating, "apply": 4 * held}
 
 
 def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, float]:

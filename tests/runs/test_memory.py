@@ -10,7 +10,7 @@ import jax
 import pytest
 from ml_collections import ConfigDict
 
-from configs import qwen3_0p6b_gsm8k, qwen3_4b_2k, qwen3_4b_8k, tiny
+from configs import qwen2p5_0p5b_gsm8k, qwen3_0p6b_gsm8k, qwen3_4b_2k, qwen3_4b_8k, tiny
 from rpg_jax.runs import memory
 from rpg_jax.runs.layout import make_layout, packing_shape, row_shape
 from rpg_jax.runs.learner import make_learner
@@ -111,7 +111,7 @@ def by_hand(rows):
     trained = 4 * WEIGHTS / 8
     tokens = rows * LENGTH / 8
     state = 3 * trained  # weights and AdamW's slots
-    gradients = 3 * trained  # of this micro-batch, and the sum before and after
+    gradients = 2 * trained  # of this micro-batch, and the sum, which is donated
     copy = 2 * WEIGHTS / 4  # of four chips that decode
     waiting = tokens * LAYERS * WIDTH * 2  # remat=full keeps the input of each layer
     layer = 3 * 2 * WEIGHTS / LAYERS + 16 * tokens * WIDTH * 2
@@ -123,6 +123,15 @@ def test_the_peak_of_training_by_hand():
     layout = memory.with_micro_batch(layout_of(qwen3_4b_2k.get_config(), 95.7 * GIB))
     peak = memory.peak(layout, make_learner(layout), make_decoding(layout))
     assert peak == pytest.approx(by_hand(8), rel=1e-3)
+
+
+@pytest.mark.parametrize(("recipe", "compiled"), [(qwen3_0p6b_gsm8k, 14.2), (qwen2p5_0p5b_gsm8k, 13.0)])
+def test_a_recipe_for_a_chip_of_16_gb_is_not_refused_there(recipe, compiled):
+    """`compiled` is the peak, in GiB, of the programs compiled for v5e:1x1 (docs/plan.md, docs/log/2026-11.md)."""
+    layout = make_layout(resolve(recipe.get_config()), None, jax.devices()[:1], jax.devices()[:1], 15.75 * GIB)
+    assert memory.checked(layout) is layout
+    peak = memory.peak(layout, make_learner(layout), make_decoding(layout))
+    assert peak == pytest.approx(compiled * GIB, rel=0.04)
 
 
 def test_the_largest_micro_batch_that_fits_four_fifths_of_a_device():
