@@ -1,6 +1,8 @@
 """Imports point down: the layers of the package, read from its source without importing it."""
 
 import ast
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -104,6 +106,15 @@ def test_no_import_cycle():
 
 def test_jetstream_is_imported_in_rollout_only():
     assert importers("jetstream") <= {"rollout"}
+
+
+def test_a_config_is_resolved_without_the_extras():
+    """`pip install rpg_jax` brings no aiohttp and no JetStream; a run that asks no server needs neither."""
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys(('aiohttp', 'jetstream')))\n"  # None: an import of it fails
+        "from configs import tiny; from rpg_jax.runs import reinforcement, resolve; resolve.resolve(tiny.get_config())"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
 def test_the_package_imports_no_research_programme():

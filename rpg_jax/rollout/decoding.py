@@ -1,8 +1,7 @@
 """How completions are decoded: slots, devices, the shapes of prefill and cache, and the draw of one token per slot.
 
 A slot is a place of the decode engine for one completion at a time. The draw knows no slot number, batch size or
-mutable key. So equal logits and counters give equal tokens, in any slot and beside any other completion.
-"""
+mutable key. So equal logits and counters give equal tokens, in any slot and beside any other completion."""
 
 import dataclasses
 from typing import Any

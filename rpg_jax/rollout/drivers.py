@@ -2,8 +2,7 @@
 
 The lockstep driver works in the caller's thread: it prefills, fills free slots, dispatches, reads, and repeats. All
 hosts hold the values on which every decision depends. So the same schedule runs on a mesh that spans hosts, for models
-larger than one host. No other thread takes part, so lockstep is the fastest driver.
-"""
+larger than one host. No other thread takes part, so lockstep is the fastest driver."""
 
 import dataclasses
 import functools

@@ -5,8 +5,7 @@ with the completion's key and sampling parameters. `generate` draws tokens until
 `extend` appends an environment's tokens; then the slot draws on. No completion depends on its slot or on other slots.
 
 With n threads, slot s is slot s // n of thread s % n. Each thread has its own decode state and launches its own
-programs. On a CPU, XLA runs the programs of one thread one after the other, so more threads use more cores.
-"""
+programs. On a CPU, XLA runs the programs of one thread one after the other, so more threads use more cores."""
 
 import contextlib
 import functools

@@ -3,8 +3,7 @@
 The wheel is installed without its dependencies, because its tokenizers need TensorFlow. So this module puts stubs of
 `seqio` and `tiktoken` into `sys.modules` if they are absent; neither tokenizer is ever constructed. The import replaces
 JetStream's logger, its class of threads and its function that deletes arrays. No other file changes JetStream: import
-`orchestrator`, `engine_api` and the rest from here. Without JetStream the import raises ModuleNotFoundError.
-"""
+`orchestrator`, `engine_api` and the rest from here. Without JetStream the import raises ModuleNotFoundError."""
 
 import importlib.util
 import logging

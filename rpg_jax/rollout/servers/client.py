@@ -1,5 +1,7 @@
 """The addresses of servers, and calls of them: JSON over HTTP by aiohttp, each with a deadline, in one event loop."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 import os
@@ -12,12 +14,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
-from etils import epath
+from etils import epath, epy
 
 from rpg_jax import storage
 from rpg_jax.rollout.serving.access import ApiKey, is_loopback
 from rpg_jax.rollout.weights import RolloutError
+
+with epy.lazy_imports():  # an extra: every run reads the kinds of servers, and few call one
+    import aiohttp
 
 CONNECT_SECONDS = 5.0  # the longest wait for a connection
 _MOST_BYTES = 2**28  # of an answer
