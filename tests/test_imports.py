@@ -109,9 +109,9 @@ def test_jetstream_is_imported_in_rollout_only():
 
 
 def test_a_config_is_resolved_without_the_extras():
-    """`pip install rpg_jax` brings no aiohttp and no JetStream; a run that asks no server needs neither."""
+    """`pip install rpg_jax` brings no aiohttp, gRPC and JetStream; a run that asks no server needs none."""
     program = (
-        "import sys; sys.modules.update(dict.fromkeys(('aiohttp', 'jetstream')))\n"  # None: an import of it fails
+        "import sys; sys.modules.update(dict.fromkeys(('aiohttp', 'grpc', 'jetstream')))\n"  # imports of None fail
         "from configs import tiny; from rpg_jax.runs import reinforcement, resolve; resolve.resolve(tiny.get_config())"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
-import grpc
 from etils import epath
 
 from rpg_jax import storage
@@ -101,13 +100,6 @@ class Access:
             raise ValueError(
                 f"cannot serve on {self.host}:{port}: {os.strerror(error.errno or 0)}; choose another --{flag}"
             ) from error
-
-    def grpc_credentials(self) -> grpc.ServerCredentials | None:
-        """TLS of a gRPC server; None without a certificate. Raises OSError if a file cannot be read. Call `tls` before,
-        which checks what is in the files."""
-        if self.certificate is None or self.private_key is None:
-            return None
-        return grpc.ssl_server_credentials([(Path(self.private_key).read_bytes(), Path(self.certificate).read_bytes())])
 
     def tls(self) -> ssl.SSLContext | None:
         """TLS of an HTTP server; None without a certificate. Raises ValueError if a file cannot be read, is no PEM, or

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -81,6 +82,13 @@ async def _refuse_key(_, context) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the metadata needs authorization: Bearer KEY, a valid one")
 
 
+def _credentials(access: Access) -> grpc.ServerCredentials | None:
+    """TLS of a gRPC server; None without a certificate. Raises OSError if a file cannot be read."""
+    if access.certificate is None or access.private_key is None:
+        return None
+    return grpc.ssl_server_credentials([(Path(access.private_key).read_bytes(), Path(access.certificate).read_bytes())])
+
+
 class Server:
     """A gRPC and an HTTP service of one rollout. The constructor starts them in an event loop of a thread of their own.
     The attribute `decoding` has the number of slots, and their capacity: the tokens of prompt and completion together.
@@ -147,7 +155,7 @@ class Server:
         ]
         self._grpc = grpc.aio.server(options=options, interceptors=[] if key is None else [KeyGuard(key)])
         jetstream_pb2_grpc.add_OrchestratorServicer_to_server(Service(self._admission), self._grpc)
-        address, credentials = f"{self._access.host}:{port}", self._access.grpc_credentials()
+        address, credentials = f"{self._access.host}:{port}", _credentials(self._access)
         if credentials is None:
             self.port = self._grpc.add_insecure_port(address)
         else:

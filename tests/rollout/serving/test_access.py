@@ -112,7 +112,7 @@ def test_a_key_comes_from_a_file_or_the_environment_and_its_errors_name_the_sour
 def test_the_pem_text_of_a_variable_is_in_no_folder(pem, monkeypatch):
     texts = {name: Path(file).read_text(encoding="utf-8") for name, file in pem.items()}
     files = {name: pem_file(None, name, texts) for name in texts}
-    assert Access(**files).tls() is not None and Access(**files).grpc_credentials() is not None
+    assert Access(**files).tls() is not None and serving._credentials(Access(**files)) is not None
     assert [Path(file).stat().st_nlink for file in files.values()] == [0, 0]
     assert pem_file("mine.pem", "certificate", texts) == "mine.pem" and pem_file(None, "other", texts) is None
     monkeypatch.delattr(os, "memfd_create")
