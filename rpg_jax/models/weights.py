@@ -1,6 +1,7 @@
 """The weights of a model: their declaration, int8 matrices, and matrices with a low-rank adapter."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import flax.struct
@@ -160,21 +161,20 @@ _TRUNCATED_STD = 0.87962566103423978  # standard deviation of a standard normal 
 
 
 class Declare:
-    """Creates parameters in `dtype`, by the random numbers of `rngs`. With `stack`, the number of layers of a scanned
-    stack, every parameter gets this number of layers as its first dimension, beside the given shape; None: no stack.
-    Matrices are drawn from a normal distribution that is truncated at two standard deviations, and are scaled to the
-    standard deviation 1/√fan_in. The gain is then 1 at every width. At Qwen's widths, 1/√fan_in is about the 0.02 of
-    its configs."""
+    """Creates parameters in `dtype`. Every matrix takes the next key of `keys`. With `stack`, the number of layers of a
+    scanned stack, every parameter gets this number of layers as its first dimension, beside the given shape; None: no
+    stack. Matrices are drawn from a normal distribution that is truncated at two standard deviations, and are scaled to
+    the standard deviation 1/√fan_in: gain 1 at every width. At Qwen's widths, this is about the 0.02 of its configs."""
 
-    def __init__(self, rngs: nnx.Rngs, dtype, stack: int | None = None):
-        self.rngs, self.dtype = rngs, dtype
+    def __init__(self, keys: Iterator[jax.Array], dtype, stack: int | None = None):
+        self.keys, self.dtype = keys, dtype
         self.lead = ((), ()) if stack is None else ((stack,), ("layers",))
 
     def matrix(self, shape: tuple[int, ...], axes: tuple[str | None, ...], *, fan_in: float) -> nnx.Param:
         """Draws a matrix of `shape`. `fan_in` is the number of terms that its products sum, or more for smaller
         weights. `axes` names each dimension."""
         shape, axes = self.lead[0] + shape, self.lead[1] + axes
-        normal = jax.random.truncated_normal(self.rngs.params(), -2, 2, shape, self.dtype)
+        normal = jax.random.truncated_normal(next(self.keys), -2, 2, shape, self.dtype)
         return nnx.Param(normal * (fan_in**-0.5 / _TRUNCATED_STD), axes=axes)
 
     def constant(self, value: float, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:

@@ -310,6 +310,7 @@ def replayed(graphdef, params, tokens, experts):
     return hidden, gradient
 
 
+@pytest.mark.slow  # compiles, or waits, for seconds
 def test_a_replay_of_the_model_s_own_experts_is_the_pass_and_its_gradient():
     graphdef, params = build(MOE)
     tokens = random_tokens((2, 7))
@@ -348,7 +349,7 @@ def test_a_replay_follows_the_record_and_weighs_it_by_the_router(how):
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_the_gradient_of_a_replay_is_that_of_a_dense_mixture_with_the_recorded_experts(renormalise):
     """The router's gradient too, through the softmax over all experts and the sum of the chosen ones."""
-    layer = MoE(MOE, Experts(8, 3, 16, renormalise), Declare(nnx.Rngs(params=jax.random.key(0)), jnp.float32))
+    layer = MoE(MOE, Experts(8, 3, 16, renormalise), Declare(iter(jax.random.split(jax.random.key(0), 9)), jnp.float32))
     graphdef, params = nnx.split(layer)
     x = jax.random.normal(jax.random.key(1), (2, 5, MOE.embed_dim))
     cotangent = jax.random.normal(jax.random.key(2), x.shape)
