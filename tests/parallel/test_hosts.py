@@ -72,6 +72,7 @@ for _ in range(3):
 hosts.barrier("test")
 assert len(hosts._service().key_value_dir_get("rpg_jax/")) <= 5, "old messages are deleted"
 assert not gathers, "nothing went over the devices"
+hosts.barrier("the other has counted the messages too")
 hosts._SMALL, hosts.PIECE = 8, 16
 sent = [b"0123456789" * 5, b"short"]
 assert hosts.all_gather_bytes(sent[process]) == sent
