@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("RPG_TEST_PLATFORM", "cpu")
-# Most of the suite's time is compilation. Whole runs (tests/end_to_end) are processes of their own, fully optimised.
+# Most of the suite's time is compilation, so programs are not optimised, but for those of a few whole runs.
 os.environ["XLA_FLAGS"] = " ".join(
     (
         os.environ.get("XLA_FLAGS", ""),

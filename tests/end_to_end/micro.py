@@ -16,8 +16,8 @@ def get_config():
     c.rollout.group_size = 4
     c.warm_start.min_accuracy = 0.1
     c.warm_start.max_accuracy = 0.85
-    c.warm_start.batch_size = 256
-    c.warm_start.learning_rate = 4e-3
+    c.warm_start.batch_size = 128
+    c.warm_start.learning_rate = 6e-3
     c.evaluation.problems = 32
     c.evaluation.k = 2
     c.evaluation.every = 2

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from tests.end_to_end.test_processes import MICRO, assert_same_run, printed, records, reserve_port, run, samples, start
-from tests.end_to_end.whole_runs import ROOT, environment
+from tests.end_to_end.whole_runs import ROOT, environment, kept_for
 from tests.rollout.servers.proxy import FAULTS, Proxy
 
 SERVERS = 3
@@ -68,7 +68,7 @@ class ServerProcess:
         """Returns when it serves."""
         command = [sys.executable, "-m", "rpg_jax.serve", *self._flags, "--port=0", f"--http_port={self.port}"]
         options = {"cwd": ROOT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        self.process = subprocess.Popen(command, env=environment(self._folder / "server"), **options)
+        self.process = subprocess.Popen(command, env=environment(kept_for(self._folder, "server")), **options)
         line = self.process.stdout.readline()
         assert f"over HTTP on port {self.port}" in line, line + self.process.communicate(timeout=60)[0]
         threading.Thread(target=self.process.stdout.read, daemon=True).start()

@@ -17,7 +17,7 @@ FILES = ("completions.jsonl", "scores.json", "scores.md")
 def options(shared):
     return {
         "cwd": ROOT,
-        "env": environment(shared, optimised=True),
+        "env": environment(shared),
         "text": True,
         "stdout": subprocess.PIPE,
         "stderr": subprocess.STDOUT,

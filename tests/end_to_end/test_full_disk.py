@@ -42,7 +42,7 @@ def test_a_full_disk_is_one_line_that_names_the_file(warm, tmp_path, what, size,
         fields = {"run.dir": disk, "run.name": "s", "warm_start.epochs": 1, "checkpoint.every": 4}
         command = ["sft", f"--config={MICRO}", *(f"--config.{name}={value}" for name, value in fields.items())]
     arguments = [str(size), str(disk), str(ROOT), what, sys.executable, "-m", f"rpg_jax.{command[0]}", *command[1:]]
-    env = environment(warm, optimised=True)
+    env = environment(warm)
     done = subprocess.run([*MOUNTED, "bash", "-c", FILLED, "bash", *arguments], env=env, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     errors = [line for line in done.stderr.splitlines() if not re.match(r"sft: |before the first update", line)]

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.end_to_end.whole_runs import MICRO, ROOT, environment
+from tests.end_to_end.whole_runs import MICRO, ROOT, environment, kept_for
 
 DEVICES = 8
 
@@ -27,7 +27,7 @@ def reserve_port():
 
 def start(folder, processes, *overrides, devices=DEVICES, each=lambda i: []):
     """All processes of one run with `devices` virtual devices between them."""
-    env = environment(folder / f"of {processes}", devices=devices // processes)
+    env = environment(kept_for(folder, f"of {processes}"), devices=devices // processes)
     command = [sys.executable, "-m", "rpg_jax.train", f"--config={MICRO}"]
     command += [f"--config.run.dir={folder}", f"--config.warm_start.dir={folder}/warm_starts"]
     command += ["--config.mesh.fsdp=4", "--config.mesh.replica=2", *overrides]

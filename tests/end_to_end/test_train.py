@@ -13,11 +13,7 @@ from rpg_jax import losses
 from rpg_jax.runs import cli, run_folder, train_command
 from rpg_jax.runs.resolve import resolve
 from tests.end_to_end import micro, whole_runs
-from tests.end_to_end.whole_runs import MICRO, ROOT
-
-
-def environment(shared):
-    return whole_runs.environment(shared, optimised=True)
+from tests.end_to_end.whole_runs import MICRO, ROOT, environment
 
 
 def command(shared, runs, *overrides):
@@ -32,10 +28,9 @@ def command(shared, runs, *overrides):
     ]
 
 
-def run(shared, runs, *overrides, check=True):
-    done = subprocess.run(
-        command(shared, runs, *overrides), cwd=ROOT, env=environment(shared), capture_output=True, text=True
-    )
+def run(shared, runs, *overrides, check=True, optimised=False):
+    env = environment(shared, optimised=optimised)
+    done = subprocess.run(command(shared, runs, *overrides), cwd=ROOT, env=env, capture_output=True, text=True)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -63,7 +58,7 @@ OTHERS = [name for name in losses.METHODS if name not in ONE_A_LOSS]
 )
 def test_every_method_trains_and_leaves_a_complete_run_folder(warm, tmp_path, methods):
     arguments = "-m", "tests.end_to_end.every_method", tmp_path, warm / "warm_starts", *methods
-    whole_runs.completed(arguments, whole_runs.environment(warm))
+    whole_runs.completed(arguments, environment(warm))
     losses_seen = {}
     for name in methods:
         method = losses.METHODS[name]
@@ -83,7 +78,8 @@ def test_every_method_trains_and_leaves_a_complete_run_folder(warm, tmp_path, me
 
 @pytest.mark.slow
 def test_a_run_killed_at_any_moment_ends_with_the_weights_and_metrics_of_one_that_was_not(warm, tmp_path, popen):
-    """Groups are carried over from step to step, and the reference moves in the middle of steps."""
+    """Groups are carried over from step to step, and the reference moves in the middle of steps. The programs are those
+    of users, which are optimised."""
     settings = (
         "--config.train.steps=12",
         "--config.reference.every=3updates",
@@ -91,7 +87,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_weights_and_metrics_of_one_tha
         "--config.dynamic_sampling.surplus=carry",
         "--config.run.name=r",
     )
-    straight = run(warm, tmp_path / "straight", *settings)
+    straight = run(warm, tmp_path / "straight", *settings, optimised=True)
     compilations = [r.get("time/compilations", 0) for r in metrics(tmp_path / "straight" / "r", times=True)]
     assert compilations[1] > 0 and sum(compilations[4:]) == 0, "steps after the first few compile nothing"
     assert sum(r.get("groups_carried_in", 0) for r in metrics(tmp_path / "straight" / "r")) > 0
@@ -103,7 +99,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_weights_and_metrics_of_one_tha
         process = popen(
             command(warm, tmp_path / "killed", *settings),
             cwd=ROOT,
-            env=environment(warm),
+            env=environment(warm, optimised=True),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -118,7 +114,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_weights_and_metrics_of_one_tha
             time.sleep(0.005)
         if process.returncode == 0:
             break
-    resumed = run(warm, tmp_path / "killed", *settings)
+    resumed = run(warm, tmp_path / "killed", *settings, optimised=True)
     assert killed_at, "no kill landed"
     assert checksum(resumed) == checksum(straight)
     assert metrics(tmp_path / "killed" / "r") == metrics(tmp_path / "straight" / "r")

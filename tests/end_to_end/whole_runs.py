@@ -17,8 +17,8 @@ MICRO = "tests/end_to_end/micro.py"
 def environment(shared, *, optimised=False, devices=1):
     """The environment of a process that keeps its compiled programs in the folder `shared`.
 
-    Programs of `optimised` processes are those of users: they take six times as long to compile as those of
-    conftest.py, and run faster. That pays where many processes run the same ones.
+    Programs of `optimised` processes are those of users, which take six times as long to compile as those of
+    conftest.py: for the tests whose bits depend on them.
     """
     flags = [] if optimised else os.environ.get("XLA_FLAGS", "").split()
     flags = [flag for flag in flags if "host_platform_device_count" not in flag]
@@ -31,6 +31,12 @@ def environment(shared, *, optimised=False, devices=1):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPATH": str(ROOT),
     }
+
+
+def kept_for(folder, name):
+    """Where `environment` keeps the compiled programs of processes of one kind: beside those of all tests, which run
+    the same ones, or in `folder` outside of tests."""
+    return Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", folder)) / name
 
 
 def completed(arguments, env, cwd=ROOT):
@@ -57,5 +63,5 @@ def with_warm_start(shared):
                 f"--config.warm_start.dir={shared}/warm_starts",
                 "--config.run.name=w",
             ]
-            completed(["-m", "rpg_jax.train", f"--config={MICRO}", *flags], environment(shared, optimised=True))
+            completed(["-m", "rpg_jax.train", f"--config={MICRO}", *flags], environment(shared))
     return shared
