@@ -215,7 +215,7 @@ def test_errors_of_servers_are_one_line_each_in_a_trainer(tmp_path):
         "--config.train.steps=99",
     ]
     trains += [
-        "--config.servers.patience_seconds=20",
+        "--config.servers.patience_seconds=8",
         "--config.warm_start.enabled=False",
         "--config.dynamic_sampling.enabled=False",
         "--config.evaluation.every=99",
@@ -246,7 +246,7 @@ def test_errors_of_servers_are_one_line_each_in_a_trainer(tmp_path):
                 assert heard[-1], (heard, server.poll() is not None and server.stderr.read())
             server.kill()
             gone = last_words(dies)
-            assert gone.startswith("error: no server has answered for 20 s (servers.patience_seconds)")
+            assert gone.startswith("error: no server has answered for 8 s (servers.patience_seconds)")
             assert "Traceback" not in server.communicate(timeout=60)[1]
         finally:
             server.kill()

@@ -18,6 +18,7 @@ import pytest
 from rpg_jax.rollout import RolloutError
 from rpg_jax.rollout.jetstream.adapter import JetstreamMetricsCollector, jetstream_pb2, jetstream_pb2_grpc
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
+from rpg_jax.rollout.servers import rollout as servers_rollout
 from rpg_jax.rollout.servers.rollout import connect
 from rpg_jax.rollout.serving.server import Server
 from rpg_jax.types import Sampling
@@ -66,7 +67,8 @@ def test_completions_from_the_server_are_those_in_process(server, work, expected
     client.close()
 
 
-def test_a_server_names_its_weights_and_other_weights_give_no_common_score(build, letters, work):
+def test_a_server_names_its_weights_and_other_weights_give_no_common_score(build, letters, work, monkeypatch):
+    monkeypatch.setattr(servers_rollout, "_PATIENCE", 1.0)  # other weights are waited out, as those of a sync under way
     rollout = JetStreamRollout(build("orchestrator").engine, keep_state=True)
     made = Server(rollout, letters, Sampling(), http_port=0)
     client = rollout_by(made, 4)
