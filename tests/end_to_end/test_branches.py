@@ -56,6 +56,7 @@ def test_a_branch_with_an_equal_config_repeats_its_parent_to_the_bit(parent, tmp
     assert [r["step"] for r in Run.read(tmp_path / "b").trained] == [3, 4]
 
 
+@pytest.mark.slow  # compiles, or waits, for seconds
 def test_a_branch_that_is_stopped_continues_to_the_same_bits_without_its_parent(parent, tmp_path):
     change = {"method": "GRPO", "optimizer.learning_rate": 1e-3, "rollout.group_size": 2, "seed": 5}
     straight = trained(tmp_path, "straight", **change, **{"run.start_from": f"{parent.folder}@2", "train.steps": 5})
@@ -84,6 +85,7 @@ def test_what_a_branch_begins_anew_is_said(parent, tmp_path, capsys):
     assert abs(drift[0]) < 1e-4 < abs(drift[1]), "measured from the policy with which the branch begins"
 
 
+@pytest.mark.slow  # compiles, or waits, for seconds
 @pytest.mark.parametrize(
     "drawn", [{"rollout.max_staleness": 1, "rollout.devices": 4}, {"rollout.partial_tokens": 2}], ids=["ahead", "parts"]
 )

@@ -185,6 +185,7 @@ def test_the_optimum_has_no_regret_and_no_gradient():
             np.testing.assert_allclose(zero, 0, **ROUNDING)
 
 
+@pytest.mark.slow  # compiles, or waits, for seconds
 def test_an_update_of_many_completions_has_the_error_of_its_bias_and_few_that_of_the_noise():
     """By hand: the mean over all pairs of completions is the mean, and its variance is half of one completion's."""
     s = StalenessSettings(lengths=(2,), drifts=(0.05,), prompts=1)

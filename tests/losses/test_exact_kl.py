@@ -196,6 +196,7 @@ def test_the_kl_of_a_prefix_has_the_weight_of_the_prefix_and_of_no_later_token(w
     np.testing.assert_allclose(found.forward, KL_COEF / 2 * of_reference, **EXACT)
 
 
+@pytest.mark.slow  # compiles, or waits, for seconds
 def test_packed_completions_and_masked_tokens_change_no_number():
     rng = np.random.default_rng(2)
     given, options = arrays(rng), dict(CHAIN, estimator="exact", divergence="js", aggregate="constant")

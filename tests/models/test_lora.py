@@ -46,9 +46,8 @@ def adapters_of(config, lora=LORA, dtype=jnp.float32):
 
 
 # The mixture adds up its experts in float32.
-@pytest.mark.parametrize(
-    "config, tolerance", [(DENSE, 1e-12), pytest.param(MIXTURE, 1e-4, marks=pytest.mark.slow)], ids=["dense", "mixture"]
-)
+@pytest.mark.slow  # compiles, or waits, for seconds
+@pytest.mark.parametrize("config, tolerance", [(DENSE, 1e-12), (MIXTURE, 1e-4)], ids=["dense", "mixture"])
 def test_the_gradient_of_adapters_is_the_chain_rule_applied_to_the_gradient_of_the_whole_matrix(config, tolerance):
     with jax.enable_x64(True):
         graphdef, params = models.init(config, param_dtype=jnp.float64, compute_dtype=jnp.float64)

@@ -83,12 +83,14 @@ def test_a_search_without_the_compiler_is_not_a_search_that_found_nothing(monkey
         estimates.search(resolve(qwen3_4b_8k.get_config()), SLICE)
 
 
+@pytest.mark.slow  # compiles, or waits, for seconds
 def test_rows_are_spread_over_chips_if_nothing_else_fits(monkeypatch):
     monkeypatch.setattr(estimates.Estimate, "fits", lambda one, topology: one.config.mesh.context == 2)
     found = estimates.search(resolve(qwen3_4b_8k.get_config()), SLICE)
     assert found and all(name.startswith("mesh.context=2,") for name in found)
 
 
+@pytest.mark.slow  # compiles, or waits, for seconds
 def test_what_does_not_fit_ends_with_settings_that_fit_by_arithmetic(monkeypatch, capsys):
     monkeypatch.setattr(run_plan, "lowered_programs", lambda *parts: iter([("decode", None, 1.0)]))
     refused = compiling.Program("decode", 0, 0, 0, 0, 0, hlo.Costs(), 0, 0, "no room")

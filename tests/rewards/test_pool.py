@@ -66,6 +66,7 @@ ATTACKS = {
 }
 
 
+@pytest.mark.slow  # compiles, or waits, for seconds
 def test_an_attack_costs_its_own_verdict_only(pool):
     pool.counts.clear()
     completions = [text for i, attack in enumerate(ATTACKS) for text in (attack, str(i))]

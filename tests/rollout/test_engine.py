@@ -45,6 +45,7 @@ def test_threads_that_decode_their_share_of_the_slots_give_the_same_completions(
     assert sampler.usage.tokens - before.tokens == sum(len(c.tokens) for group in expected for c in group)
 
 
+@pytest.mark.slow  # compiles, or waits, for seconds
 @pytest.mark.parametrize(("driver", "options"), [("lockstep", {}), ("lockstep", {"threads": 2}), ("orchestrator", {})])
 def test_completions_carry_the_experts_that_every_token_of_prompt_and_completion_went_to(
     model_config, work, driver, options

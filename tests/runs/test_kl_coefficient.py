@@ -149,6 +149,7 @@ EXACT = {"weight": "product", "clip": "none"}
 EXACT_TO_GO = {"level": "to_go", "arguments": '{"trace_cap": Infinity}'}
 
 
+@pytest.mark.slow  # compiles, or waits, for seconds
 @pytest.mark.parametrize(
     ("method", "loss", "stale"),
     [
@@ -156,9 +157,9 @@ EXACT_TO_GO = {"level": "to_go", "arguments": '{"trace_cap": Infinity}'}
         ("RPG-SEQ-RKL", EXACT, True),
         ("RPG-REINFORCE-URKL", {"level": "sequence"}, False),
         ("RPG-REINFORCE-URKL", {"level": "to_go"}, False),
-        pytest.param("RPG-RKL", {"level": "sequence", "aggregate": "constant"}, False, marks=pytest.mark.slow),
-        pytest.param("RPG-RKL", EXACT | {"level": "sequence"}, True, marks=pytest.mark.slow),
-        pytest.param("RPG-URKL", EXACT | EXACT_TO_GO, True, marks=pytest.mark.slow),
+        ("RPG-RKL", {"level": "sequence", "aggregate": "constant"}, False),
+        ("RPG-RKL", EXACT | {"level": "sequence"}, True),
+        ("RPG-URKL", EXACT | EXACT_TO_GO, True),
     ],
 )
 def test_a_level_of_completions_has_the_beta_that_is_set(method, loss, stale):

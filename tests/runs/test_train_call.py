@@ -84,6 +84,7 @@ def test_the_rate_falls_with_the_size_and_has_its_reason(weights, adapters, rate
     assert found == pytest.approx(rate) and "because" in reason and ("adapters" in reason) == adapters
 
 
+@pytest.mark.slow  # compiles, or waits, for seconds
 def test_a_call_trains_the_reward_that_was_passed_and_a_failure_leaves_no_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     few = {"train.steps": 1, "rollout.max_tokens": 4, "rollout.prompts_per_step": 2, "rollout.group_size": 2}

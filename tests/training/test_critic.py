@@ -105,6 +105,7 @@ def moved(before, after):
     return any(jax.tree.leaves(jax.tree.map(lambda a, b: bool(np.any(a != b)), before, after)))
 
 
+@pytest.mark.slow  # compiles, or waits, for seconds
 def test_the_value_loss_does_not_touch_the_policy():
     """The policy's own loss is switched off."""
 

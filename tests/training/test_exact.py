@@ -59,6 +59,7 @@ def by_hand(batch):
     return jax.jit(jax.grad(loss))(models.init(test_step.MODEL, seed=3)[1])
 
 
+@pytest.mark.slow  # compiles, or waits, for seconds
 def test_the_gradient_is_that_of_whole_logits_of_both_policies():
     programs, state, mesh = test_step.make(loss=exact_loss())
     batch, (_, anchor) = test_step.make_batch(), teacher()
@@ -78,6 +79,7 @@ def two_updates(rows=test_step.ROWS, **how):
     return jax.device_get(state), jax.device_get(metrics)
 
 
+@pytest.mark.slow  # compiles, or waits, for seconds
 def test_micro_batches_and_devices_change_nothing():
     plain = two_updates()
     assert plain[1]["kl_exact"][0] > 1
@@ -86,6 +88,7 @@ def test_micro_batches_and_devices_change_nothing():
     test_step.assert_same(two_updates(mesh_shape=shape, devices=8), plain)
 
 
+@pytest.mark.slow  # compiles, or waits, for seconds
 def test_the_policy_is_its_own_anchor_until_an_update_changes_it(parts, tmp_path):
     """The reference of the first step is a copy of the weights before it, whose arrays the updates donate."""
     programs = make_programs(

@@ -45,6 +45,7 @@ def prompted(rng, prompt, lengths):
     return Prompted(rng.integers(1, 50, prompt).astype(np.int32), completions, [True] * len(lengths))
 
 
+@pytest.mark.slow  # compiles, or waits, for seconds
 @pytest.mark.parametrize("logits", [1 << 22, 1], ids=["whole", "chunks"])
 @pytest.mark.parametrize("family", [{"qkv_bias": True}, {"qk_norm": True}], ids=["biases", "norms"])
 def test_completions_that_share_a_prompt_have_the_logprobs_and_the_gradients_of_completions_apart(

@@ -114,6 +114,7 @@ def admits(most, seconds):
     return fault
 
 
+@pytest.mark.slow  # compiles, or waits, for seconds
 def test_a_server_that_admits_fewer_than_it_is_asked_for_is_kept_full(stand_in, served):
     known = served(stand_in(admits(16, 0.5)).url, parallel=16, rest=1.0)
     found = served(stand_in(admits(16, 0.5)).url, parallel=24, rest=1.0)
