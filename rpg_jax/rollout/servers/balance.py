@@ -214,8 +214,7 @@ class Balance:
             wait = self._waiting.popleft()
             if wait.call.done():  # cancelled
                 continue
-            server = self._chosen(wait.failed, now)
-            if server is not None:
+            if (server := self._chosen(wait.failed, now)) is not None:
                 if not server.calls:
                     server.heard = now
                 server.calls += 1
@@ -330,8 +329,8 @@ class Balance:
 
     async def _load(self, call: Call) -> None:
         """Makes the server of `call` load its weights, unless the server has them. Meanwhile the server has no other
-        call. Raises ServerError if the server refuses; Unavailable if it does not answer, or names other weights after
-        the load; and as `_compare`, with the answer to the probe."""
+        call. Raises ServerError if the server refuses or names none; Unavailable if it does not answer, or names others
+        after the load; and as `_compare`, with the answer to the probe."""
         server, weights = call.server, call.weights
         if server.label == weights.label:
             return
@@ -378,12 +377,13 @@ class Balance:
             print(f"warning: {difference}. {probe.warns:g} is usual", file=sys.stderr, flush=True)
 
     def _check_weights(self, call: Call, answer: Any, several: bool = False) -> None:
-        """Raises Unavailable if an answer names other weights than those of `call`, or none. Does nothing for a kind of
-        servers that name no weights. `several`: the answer is a completion, which lists all weights that have drawn its
-        tokens; otherwise it is the answer to a load."""
+        """Raises Unavailable if this project's server names other weights than those of `call`, and ServerError if it
+        names none. `several`: the answer is a completion, which lists all weights that have drawn its tokens."""
         if not self._kind.counters:
             return
         url, expected = call.server.caller.url, f"{call.weights.checksum:016x}"
-        found = answer.get("weights") if isinstance(answer, Mapping) else None
+        if isinstance(answer, Mapping) and "weights" not in answer:
+            raise ServerError(f"{url} does not say which weights it has ({self._kind.needs})")
+        found = answer["weights"] if isinstance(answer, Mapping) else None
         if found != ([expected] if several else expected):
             raise Unavailable(f"{url} has the weights {found}, and the trainer {expected}", fault=True)

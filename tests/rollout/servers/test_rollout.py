@@ -228,6 +228,13 @@ def test_this_projects_servers_prove_the_weights_with_every_answer(stand_in, ser
         rollout.generate(ONE)
 
 
+def test_another_program_asked_as_this_projects_server_ends_the_run_at_once(stand_in, served):
+    server = stand_in(lambda path, body: {"success": True, "message": "Succeeded to update model weights."})  # SGLang's
+    with pytest.raises(RolloutError, match=r"does not say which weights it has \(servers.kind=rpg_jax needs this proj"):
+        served(server.url, kind=KINDS["rpg_jax"]).generate(REQUEST)
+    assert len(server.calls) == 1
+
+
 def test_seeds_of_a_group_differ_and_depend_on_every_counter():
     seeds = [seed_of(1, 2, 3, index) for index in range(64)]
     assert len(set(seeds)) == 64 and all(0 <= seed < 2**31 for seed in seeds)
