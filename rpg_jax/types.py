@@ -28,7 +28,7 @@ class Sampling:
       temperature: finite, >= 0; logits are divided by the temperature. 0 takes the most probable token.
       top_p: in (0, 1]; tokens are drawn from the fewest most probable tokens that together have at least this
         probability. 1 is no limit.
-      top_k: >= 0; tokens are drawn from the `top_k` most probable tokens. 0 is no limit.
+      top_k: >= 0; tokens are drawn from the `top_k` most probable tokens and their equals. 0 is no limit.
       max_tokens: >= 1, the most tokens of a completion. The stop tokens and an environment's tokens count.
       stop_token_ids: the tokens that end a completion, or a turn of a conversation. A drawn stop token is kept.
       min_p: in [0, 1]; only tokens with at least `min_p` times the largest probability are drawn. 0 is no limit.

@@ -48,7 +48,7 @@ def policy_loss(
       logprobs: f[B, T], log π_θ of the sampled tokens, nats. A gradient reaches `logprobs` and `prefix_kl` alone.
       behaviour_logprobs: f[B, T], log π_old, as the trainer recomputes it.
       advantages: f[B, T] or f[B].
-      mask: [B, T], nonzero at a token that the update trains on. Elsewhere every input may hold anything, even NaN.
+      mask: [B, T], nonzero at a token that the update trains on. Elsewhere all but the ids may hold NaN.
       ref_logprobs: f[B, T], log π_ref; None where the reference is the behaviour policy.
       sampler_logprobs: f[B, T], log π_s as the rollout engine reported it; None without a correction and its metrics.
       completion_ids: i32[B, T] in 0 … T, tells the completions of a packed row apart (0 is padding); None is one

@@ -111,7 +111,7 @@ def normalise(answer: str) -> str:
     """Returns the spelling in which `math_dapo` and `boxed` compare the answer. The main rules, in order: keep the text
     after the last "="; drop articles, escaped dollars, all blanks, unit words and LaTeX spacing; replace a line by its
     first $…$, if any; drop \\text, \\textbf, \\overline and \\boxed, but not what is inside; write \\frac12 and
-    \\sqrt2 with braces; drop dollars; drop the commas of a whole number."""
+    \\sqrt2 with braces; drop dollars; drop the commas of digits alone."""
     answer = answer.rpartition("=")[2]
     for before, after in _REWRITES:
         answer = answer.replace(before, after)

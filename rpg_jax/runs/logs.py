@@ -260,7 +260,7 @@ class MLflow:
 
 
 class Trackio:
-    """A run of Trackio, in its own local folder (TRACKIO_DIR); `trackio show` is its page."""
+    """A run of Trackio, in a folder of Trackio (TRACKIO_DIR); `trackio show` is its page."""
 
     def __init__(self, place: Place):
         named = {"project": place.project, "name": place.name, "config": dict(place.config)}

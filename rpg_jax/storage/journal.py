@@ -105,8 +105,8 @@ class Journal:
         self._writer.add(key, completions)
 
     def prune(self, before: int) -> None:
-        """Deletes the groups of steps below `before`, of all processes; steps count from 0. Only the first process does
-        it."""
+        """Drops the groups of steps below `before`, from 0 on. Every process calls it, and then has room for new groups.
+        A thread does it later; the thread of the first process deletes the files of all processes."""
         self._left = {step for step in self._left if step >= before}
         self._writer.prune(before)
 

@@ -27,7 +27,7 @@ class Aborted(Exception):
 
 
 class Unusable(Exception):
-    """A server's answer does not answer the request. The message says why, and what the server lacks."""
+    """A server's answer does not answer the request. The message says why. The request is not repeated."""
 
 
 @dataclasses.dataclass(frozen=True)
