@@ -105,7 +105,7 @@ class Journal:
         self._writer.add(key, completions)
 
     def prune(self, before: int) -> None:
-        """Drops the groups of steps below `before`, from 0 on. Every process calls it, and then has room for new groups.
+        """Drops the groups of steps below `before`, from 0 on. Every process calls it, and has room for groups then.
         A thread does it later; the thread of the first process deletes the files of all processes."""
         self._left = {step for step in self._left if step >= before}
         self._writer.prune(before)
