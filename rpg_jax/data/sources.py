@@ -148,7 +148,8 @@ def open_source(name: str, *, count: int, seed: int) -> tuple[Reading, Rows]:
 
 def file_rows(path: Path) -> list[Any]:
     """Returns the unchanged rows of a .parquet, .jsonl or .json file, or of a folder's .parquet and .jsonl files, by
-    name. Raises ValueError for other, empty and damaged files and broken rows, FileNotFoundError without a file."""
+    name. Raises ValueError for other, empty and damaged files, broken rows and folders without such files;
+    FileNotFoundError for a missing file."""
     found = list(_files(path))
     if bad := [f"{where}: {row}" for where, row in found if isinstance(row, BadRow)]:
         raise ValueError(bad[0])

@@ -91,8 +91,8 @@ class Tokenizer(Codec, Protocol):
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """Loads the tokenizer in a folder or file: tokenizer.json if there is one, else a SentencePiece *.model. Raises
-    ValueError if there is neither file, and as `HuggingFaceTokenizer` and `SentencePieceTokenizer` do."""
+    """Loads a tokenizer: a *.json or *.model file, or of a folder tokenizer.json, else tokenizer.model, else its first
+    *.model by name. Raises ValueError if there is none, and as `HuggingFaceTokenizer` and `SentencePieceTokenizer`."""
     path = Path(path)
     for file in (path, path / "tokenizer.json", path / "tokenizer.model", *sorted(path.glob("*.model"))):
         if file.is_file() and file.name.endswith(".json"):

@@ -48,7 +48,7 @@ def policy_loss(
       logprobs: f[B, T], log π_θ of the sampled tokens, nats. A gradient reaches `logprobs` and `prefix_kl` alone.
       behaviour_logprobs: f[B, T], log π_old, as the trainer recomputes it.
       advantages: f[B, T] or f[B].
-      mask: [B, T], nonzero at a token that the update trains on. Elsewhere all but the ids may hold NaN.
+      mask: [B, T], nonzero at a token that the update trains on. Elsewhere all but the ids may hold anything, even NaN.
       ref_logprobs: f[B, T], log π_ref; None where the reference is the behaviour policy.
       sampler_logprobs: f[B, T], log π_s as the rollout engine reported it; None without a correction and its metrics.
       completion_ids: i32[B, T] in 0 … T, tells the completions of a packed row apart (0 is padding); None is one
@@ -56,8 +56,8 @@ def policy_loss(
       group_ids: i32[B, T] or i32[B] in 0 … B·T, the prompt of each completion. Only rpg with level="sequence" reads the
         ids, for the KL's leave-one-out baseline; rpg of another level raises ValueError. None: the advantages hold the
         baseline (`kl_baseline`), or the KL has no baseline.
-      prefix_kl: the KL to the reference at the tokens' prefixes, the field `kl` of `token_divergences`; only rpg with
-        estimator="exact" reads the KL.
+      prefix_kl: the KL to the reference at the tokens' prefixes, the field `kl` of `token_divergences`. Only rpg with
+        estimator="exact" trains on the KL; with every loss the metrics have its mean, `kl_exact`.
       **hyperparameters: of the loss (the keyword arguments of its function), and for every loss `aggregate`, a name of
         `AGGREGATES` (default: the loss's own); `constant_length` in tokens, for aggregate `constant`;
         `sampler_correction`, a name of `SAMPLER_CORRECTIONS` or None: the correction for tokens that π_s drew, not
@@ -92,9 +92,9 @@ def policy_loss(
 
 
 def token_loss(name: str | Loss, tokens: Tokens, **hyperparameters: Any) -> TokenLoss:
-    """Each token's loss f[B, T], to be minimised, and its events: `policy_loss` before the aggregate. `tokens` come
-    from `tokens.checked`. `name` and the hyperparameters mean the same as in `policy_loss` and raise the same errors.
-    But `aggregate` and `constant_length` have no effect, and raise only if their own values are not allowed."""
+    """Each token's loss f[B, T], to be minimised, and its events: `policy_loss` before the aggregate. Both mean nothing
+    where `tokens.mask` is False. `tokens` come from `tokens.checked`. The other arguments are as in `policy_loss`. But
+    `aggregate` and `constant_length` have no effect, and raise only if their own values are not allowed."""
     loss = find_loss(name)
     loss.check(hyperparameters, _OF_EVERY_LOSS)
     correction = correct(
@@ -114,11 +114,11 @@ The arguments:
   logprobs: f[B, T], log π_θ of the sampled tokens, nats. The gradient reaches `logprobs` and `prefix_kl` alone.
   behaviour_logprobs: f[B, T], log π_old of the same tokens.
   advantages: f[B] or f[B, T].
-  mask: [B, T], nonzero where a token is trained. Elsewhere every array may hold anything.
+  mask: [B, T], nonzero where a token is trained. Elsewhere all but the ids may hold anything, even NaN.
   ref_logprobs: f[B, T], log π_ref; None where the reference is the behaviour policy.
   completion_ids: i32[B, T], tells the completions of a packed row apart; None is one completion a row.
   group_ids: i32[B] or i32[B, T], the prompt of each completion; only `rpg_completions` reads the ids.
-  prefix_kl: the KL to the reference at the tokens' prefixes, of `token_divergences`; only estimator="exact" reads it.
+  prefix_kl: the KL to the reference at the tokens' prefixes, of `token_divergences`; only "exact" trains on it.
   aggregate: the mean over tokens, a name of `AGGREGATES`; `constant` needs `constant_length`, in tokens.
   The other arguments are the hyperparameters of the loss, explained above.
 

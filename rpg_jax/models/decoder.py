@@ -58,7 +58,7 @@ class Decoder(nnx.Module):
         self.config, self.compute_dtype = config, jnp.dtype(compute_dtype)
         self.remat, self.attention = remat, attention
         V, D = config.vocab_size, config.embed_dim
-        keys = (jax.random.fold_in(jax.random.key(seed), i) for i in itertools.count())  # nnx.Rngs is slower
+        keys = (jax.random.fold_in(jax.random.key(seed), i) for i in itertools.count())  # nnx.Rngs traces slowly
         declare = Declare(keys, param_dtype)
         self.embed = declare.matrix((V, D), ("vocab", "embed"), fan_in=D)
         self.layers = Block(config, Declare(keys, param_dtype, stack=config.num_layers))

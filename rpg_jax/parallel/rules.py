@@ -62,8 +62,8 @@ def override(overrides: Mapping[str, MeshAxes], rules: Rules = RULES) -> Rules:
 
 def parse_rules(text: str | None) -> Rules:
     """Returns `RULES` with the entries of `text`, e.g. "embed=fsdp+context,kv_heads="; `RULES` alone for None or "". An
-    entry without a mesh axis replicates. Of two entries for one axis the last counts. Raises ValueError if an entry has
-    no "=", names an unknown logical axis or mesh axis, or names a mesh axis twice."""
+    entry without a mesh axis replicates. Of two entries for one axis the first is ignored. Raises ValueError if an
+    entry has no "=", names an unknown logical axis or mesh axis, or names a mesh axis twice."""
     overrides: dict[str, MeshAxes] = {}
     for entry in (part.strip() for part in (text or "").split(",") if part.strip()):
         name, sign, axes = entry.partition("=")

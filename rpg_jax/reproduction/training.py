@@ -20,9 +20,8 @@ UNEQUAL = 0.05  # share of a row's cost: a larger difference counts. One more ba
 
 def training_table(table: Table, rows: Rows) -> list[str]:
     """Paragraphs and a table in Markdown: a row's metrics over the last third of its steps, and completions generated.
-    `rows` is {row: {seed: run}}. The difference in training accuracy to the compared row is paired by seed. Training
-    accuracy averages many more completions than held-out accuracy: it has far less noise.
-    """
+    `rows` is {row: {seed: run}}; each row has a run. The difference in training accuracy to the compared row is paired
+    by seed. Training accuracy averages many more completions than held-out accuracy: it has far less noise."""
     panels = [p for p in TABLE_PANELS if any(_late(by_seed, p.key, p.scale) != "–" for by_seed in rows.values())]
     heads = [*(f"{panel.title}, {panel.unit}" for panel in panels), "KL to the reference, millinats per token"]
     heads += ["Completions generated", "difference in accuracy"]

@@ -111,7 +111,7 @@ def normalise(answer: str) -> str:
     """Returns the spelling in which `math_dapo` and `boxed` compare the answer. The main rules, in order: keep the text
     after the last "="; drop articles, escaped dollars, all blanks, unit words and LaTeX spacing; replace a line by its
     first $…$, if any; drop \\text, \\textbf, \\overline and \\boxed, but not what is inside; write \\frac12 and
-    \\sqrt2 with braces; drop dollars; drop the commas of digits alone."""
+    \\sqrt2 with braces; drop dollars; drop the commas if all else is digits."""
     answer = answer.rpartition("=")[2]
     for before, after in _REWRITES:
         answer = answer.replace(before, after)
@@ -242,7 +242,7 @@ def merge_equal_answers(problems: Sequence[Sequence[Read | None]], equal: Equal)
 
     Args:
       problems: for each problem an item for each completion: what was read, or None where no answer was found.
-      equal: compares the pairs of a round, of all problems; called 31 times, also without pairs.
+      equal: compares pairs of completions' texts, a round's of all problems; called 31 times, also without pairs.
 
     Returns:
       Lists of the same lengths and order as `problems`: the most frequent of the joined spellings (of equally frequent

@@ -308,7 +308,7 @@ class Retired:
 
 
 class Section:
-    """A part of a config: fields and sections by name. `meaning` says what they have in common."""
+    """A part of a config: `entries` are its fields and sections by name. `meaning` says what they have in common."""
 
     def __init__(self, meaning: str = "", **entries: Field | Section):
         self.meaning, self.entries = meaning, entries

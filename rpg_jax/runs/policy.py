@@ -178,8 +178,8 @@ class Policy:
         """Yields the policy's answer to a text, or to a conversation [{"role": "user", "content": "…"}, …], piece by
         piece, as it is decoded. The other arguments are as in `sample`. Joined, the pieces are the text of `sample`.
         To go on, append {"role": "assistant", "content": answer} and the next message to `messages`, and call again.
-        The first `next` raises the errors of `sample`.
-        """
+        The first `next` raises the errors of `sample`. Read the iterator to its end, or close it: until then other
+        calls wait, in the same thread for ever."""
         [tokens], tokenizer = self.encode([messages]), self.experiment.tokenizer
         sampling, stops = self._sampling(temperature, max_tokens), set(tokenizer.stop_token_ids)
         decoder = IncrementalDecoder(tokenizer)

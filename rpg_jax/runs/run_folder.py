@@ -70,7 +70,7 @@ def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, A
 
 
 def named(config: ConfigDict, file: str, overrides: Mapping[str, Any], **kind: str) -> ConfigDict:
-    """Sets `run.name` of `config`, if it is unset, to what `default_name` makes of the arguments. Returns `config`
+    """If `run.name` of `config` is None, sets it to what `default_name` makes of the arguments. Returns `config`
     itself. Raises ValueError for the reasons of `check_training`, and for a name that no folder can have.
     """
     check_training(config)

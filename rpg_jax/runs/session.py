@@ -69,7 +69,7 @@ class Trainer(Protocol):
         """Prepares for the first step, for instance hands the weights of `state` to the rollout. Called once."""
 
     def step(self, state: TrainState, number: int) -> Step:
-        """Takes step `number`, from 1; `state` is donated. Returns the record of the step, with the new state."""
+        """Takes step `number`, from 1, in order; donates `state`. Returns its record; the caller saves and logs."""
 
     def evaluate(self, state: TrainState, number: int) -> dict[str, float]:
         """Returns the held-out scores of the weights after step `number`, as metrics by name. `state` stays usable."""

@@ -91,7 +91,7 @@ def kind_of(error: BaseException) -> Kind:
 
 
 def failure(what: object, error: BaseException) -> StorageFailure:
-    """Returns the StorageFailure that says `what` failed, and why in one line. A StorageFailure stays as it is."""
+    """Returns a StorageFailure of `what`, by `one_line` and `kind_of` of the error. A StorageFailure stays as it is."""
     return error if isinstance(error, StorageFailure) else StorageFailure(str(what), one_line(error), kind_of(error))
 
 

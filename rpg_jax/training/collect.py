@@ -284,7 +284,7 @@ class Collector:
         self.rollout.verify_weights(params)
 
     def exclusive(self) -> contextlib.AbstractContextManager:
-        """A context: the rollout serves the caller alone. A caller that changes the weights must call `sync`."""
+        """A context: the rollout serves the caller alone. A caller that has changed the weights calls `sync` inside."""
         return contextlib.nullcontext()
 
     def record(self) -> dict[str, Any]:

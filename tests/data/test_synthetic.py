@@ -196,7 +196,7 @@ def test_what_the_task_does_not_know_is_refused(make, message):
         make()
 
 
-@pytest.mark.slow  # compiles, or waits, for seconds
+@pytest.mark.slow  # draws thousands of chains
 @pytest.mark.parametrize(
     ("chains", "name", "count"),
     [(Chains(operators="+", links=(2, 2)), "train", 9_000), (Chains(held_out=1e-9), "held out", 1)],

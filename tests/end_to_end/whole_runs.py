@@ -17,8 +17,8 @@ MICRO = "tests/end_to_end/micro.py"
 def environment(shared, *, optimised=False, devices=1):
     """The environment of a process that keeps its compiled programs in the folder `shared`.
 
-    Programs of `optimised` processes are those of users, which take six times as long to compile as those of
-    conftest.py: for the tests whose bits depend on them.
+    Programs of `optimised` processes are those of users, which take six times as long to compile as others. Tests need
+    them to compare the bits that users get, or to run for long.
     """
     flags = [] if optimised else os.environ.get("XLA_FLAGS", "").split()
     flags = [flag for flag in flags if "host_platform_device_count" not in flag]
@@ -34,8 +34,7 @@ def environment(shared, *, optimised=False, devices=1):
 
 
 def kept_for(folder, name):
-    """Where `environment` keeps the compiled programs of processes of one kind: beside those of all tests, which run
-    the same ones, or in `folder` outside of tests."""
+    """The folder `shared` of `environment` for processes of one kind: one for all tests, elsewhere in `folder`."""
     return Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", folder)) / name
 
 

@@ -329,8 +329,8 @@ class Balance:
 
     async def _load(self, call: Call) -> None:
         """Makes the server of `call` load its weights, unless the server has them. Meanwhile the server has no other
-        call. Raises ServerError if the server refuses or names none; Unavailable if it does not answer, or names others
-        after the load; and as `_compare`, with the answer to the probe."""
+        call. Raises ServerError if the server refuses or does not say which weights it has; Unavailable if it does not
+        answer, or has other weights after the load; and as `_compare`, with the answer to the probe."""
         server, weights = call.server, call.weights
         if server.label == weights.label:
             return
