@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import difflib
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -319,10 +320,13 @@ def made_with() -> dict[str, Any]:
     }
 
 
+@functools.cache  # every package's file is read and parsed: 0.1 s
 def installed_packages() -> dict[str, str]:
-    """{normalised name: version} of every package of this Python."""
-    found = ((d.metadata["Name"], d.version) for d in importlib.metadata.distributions())
-    return {normalised(name): version for name, version in sorted(found) if name}
+    """{normalised name: version} of every package that this Python finds, the first of each name. Leaves out what an
+    interrupted installation left: a package without a name or a version."""
+    found = [d.metadata for d in importlib.metadata.distributions()]
+    there = {normalised(m["Name"]): m["Version"] for m in reversed(found) if "Name" in m and "Version" in m}
+    return dict(sorted(there.items()))
 
 
 def lock_digest(there: Mapping[str, str], file: Path = config_files.ROOT / LOCK) -> str:

@@ -395,6 +395,21 @@ def test_all_packages_of_this_python_are_listed():
     assert run_folder.installed_packages()["jax"] == importlib.metadata.version("jax")
 
 
+def test_the_first_package_of_a_name_counts_and_a_broken_one_does_not(tmp_path, monkeypatch):
+    content = {
+        "a/~ax-1.0": None,
+        "a/flax-1.0": "",
+        "a/Jax-3.0": "Name: Jax\nVersion: 3.0",
+        "b/jax-9.0": "Name: jax\nVersion: 9.0",
+    }
+    for folder, text in content.items():
+        (info := tmp_path / f"{folder}.dist-info").mkdir(parents=True)
+        if text is not None:
+            (info / "METADATA").write_text(text)
+    monkeypatch.setattr("sys.path", [str(tmp_path / "a"), str(tmp_path / "b")])
+    assert run_folder.installed_packages.__wrapped__() == {"jax": "3.0"}
+
+
 def test_a_branch_is_named_after_its_parent_and_another_parent_makes_another_run():
     change = {"run.start_from": "gs://mine/runs/a@40", "method": "GRPO"}
     config = config_files.changed(config_files.load("tiny").config, change)
