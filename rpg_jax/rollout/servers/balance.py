@@ -45,9 +45,9 @@ class Call:
 
     Attributes:
       server: the server, which counts the call until the call ends.
-      weights: the weights that must sample.
+      weights: the weights with which the server must answer.
       begun: when the call began, in seconds of `time.monotonic`.
-      sound: whether the server was sound then, see `Server.is_sound`.
+      sound: whether the server was sound when the call began, see `Server.is_sound`.
     """
 
     server: Server
@@ -75,15 +75,15 @@ class Balance:
     A server without room (429) gets fewer calls at once, and then slowly more while it answers. Failures and refusals
     of calls that were under way together count once. A server whose address is no longer found gets no further calls.
 
-    All coroutines run in one event loop. `run` must run all the time, and `use` be called before the first `ask`. Any
-    thread may call the other methods.
+    `run` and `ask` run in one event loop; `run` must run all the time. Any thread may call `use`, `begin` and `counts`.
 
     Args:
       addresses: the URLs of the servers, or a function that looks for the URLs and is called every five seconds.
       client: calls the servers.
       kind: the program of the servers, which says how they load weights.
       parallel: the most calls under way at one server.
-      patience: requests that wait fail once no server has answered for so many seconds.
+      patience: requests that wait fail once no server has answered for so many seconds; but not while a server is
+        sound, see `Server.is_sound`, nor while a server that does not rest has a call. A 429 counts as an answer.
       rest: seconds of rest after the first failure, and between two health calls of a server that rests.
     """
 
@@ -110,7 +110,7 @@ class Balance:
 
     def use(self, weights: Loadable) -> None:
         """Sets the weights that each server must have from its next call on. That call first makes the server load the
-        weights, unless the server has them. Calls under way keep the weights with which they began."""
+        weights, unless the server has them. Calls under way keep their weights. `ask` needs an earlier `use`."""
         self._weights = weights
 
     def begin(self) -> None:
@@ -158,8 +158,8 @@ class Balance:
     async def ask(self, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
         """Posts `body` to /v1/completions of a server, and returns `read(JSON of the answer)`. If a server does not
         answer, has no room, has other weights, or `read` raises Aborted, the request goes to a server again. Raises
-        ServerError if a server refuses, `read` raises Unusable, no server has answered for `patience` seconds, a server
-        cannot load the weights, or the request has failed four times at sound servers and may be the cause."""
+        ServerError if a server refuses the request, cannot load or name the weights, or fails the probe; if `read`
+        raises Unusable; when `patience` is over; or if four failures at sound servers may be the request's fault."""
         failed, faults = set[Server](), 0
         while True:
             call = await self._take(failed)

@@ -29,17 +29,18 @@ _PASSES = (408, 425, 429, 500, 502, 503, 504)
 
 
 class ServerError(RolloutError, ValueError):
-    """A server's behaviour ends the run. The program has no fault, and the message tells the user what to mend."""
+    """A server's behaviour ends the run. It is no defect of this program. The message tells the user what to mend."""
 
 
 class Unavailable(Exception):
     """A server does not answer a call as it should now; a later call may succeed.
 
     Attributes:
-      status: the HTTP status of the server's answer, if it is 408, 425, 429 or 5xx; otherwise 0.
+      status: the HTTP status, if the answer has 408, 425, 429, 500, 502, 503 or 504; 0 for every other reason.
       after: the seconds that the server asks to wait; 0 if it does not ask.
       busy: whether the server lives and has no room (429). Otherwise the server may have been started anew.
-      fault: whether the request itself may be the cause, because the server had accepted the call.
+      fault: whether the request itself may be the cause: the server accepted the connection and gave no answer in
+        time, answered 500, broke the completion off, or answered by other weights.
     """
 
     def __init__(self, message: str, *, status: int = 0, after: float = 0.0, fault: bool = False):
@@ -141,9 +142,9 @@ class Caller:
         self._under_way = dict[asyncio.Timeout, SimpleNamespace]()
 
     async def post(self, path: str, body: Mapping[str, Any]) -> tuple[Any, float]:
-        """Posts `body` as JSON. Returns the value that the answer's JSON stands for, None for an empty answer, and the
-        time at which the server accepted the connection, in seconds of `time.monotonic`. Raises Unavailable if there is
-        no answer within the client's timeout, or the status is 408, 425, 429, 500, 502, 503 or 504; Refused for every
+        """Posts `body` as JSON. Returns two things: the answer's JSON as a Python value, None for an empty answer; and
+        when the server accepted the connection, in seconds of `time.monotonic`. Raises Unavailable if the call fails,
+        is not over within the client's timeout, or the status is 408, 425, 429, 500, 502, 503 or 504; Refused for every
         other status than 200, and for an answer that is not JSON."""
         status, content, connected = await self._answer("POST", path, json.dumps(body).encode(), self._client.timeout)
         if status != 200:
@@ -216,7 +217,8 @@ Look = Callable[[], Awaitable[list[str]]]
 
 
 def source(text: str, check: Callable[[str], str], field: str = "servers.urls") -> list[str] | Look:
-    """Returns the addresses that `text`, the value of a config field, lists, or a function that looks for addresses.
+    """Returns the addresses that `text`, the value of a config field, lists, or an async function that finds addresses.
+    The function may find none. It raises OSError or ValueError if it cannot look now.
 
     | text | result |
     |---|---|
@@ -230,8 +232,7 @@ def source(text: str, check: Callable[[str], str], field: str = "servers.urls") 
         reads files skips wrong lines, and raises ValueError if all lines are wrong.
       field: the name of the field, for messages.
 
-    Raises ValueError, at once, if a list is empty or has an address twice, if `dns` is not followed by NAME:PORT, or as
-    `check` for an address in `text`.
+    Raises ValueError at once for an empty list, an address twice, a wrong form, or as `check` for an address in `text`.
     """
     if text.startswith("file:"):
         path = storage.absolute(text.removeprefix("file:"))

@@ -155,7 +155,7 @@ class ScoreRequest:
 def fault_of(one: Completion, sampling: Sampling, vocab_size: int) -> str:
     """The reason why the completion `one` cannot be a turn drawn by `sampling` from `vocab_size` token ids; "" if it
     can. A turn has finite log-probabilities of at most 0, and ends at its first stop token or after
-    `sampling.max_tokens` tokens. Its `finish_reason` says at which of both."""
+    `sampling.max_tokens` tokens. Its `finish_reason` is "stop" after a stop token, else "length"."""
     tokens, logprobs = one.tokens, one.logprobs
     if not 1 <= len(tokens) <= sampling.max_tokens or len(logprobs) != len(tokens):
         return f"a completion of {len(tokens)} tokens; the limit is {sampling.max_tokens}"

@@ -32,8 +32,8 @@ _PATIENCE = 60.0  # seconds without an answer of that server
 class ServersRollout(Rollout):
     """The rollout that calls a server for each completion, or for each turn if there is an environment.
 
-    A server loads the weights before its first completion of these weights. Every process of the trainer asks for its
-    share of the prompts. The constructor starts a thread, which runs `balance`.
+    A server loads the weights before its first completion of these weights. Each process of the trainer passes `sample`
+    only its own share of the prompts. The constructor starts a thread, which runs `balance`.
 
     Args:
       balance: chooses a server for each call.
@@ -193,11 +193,11 @@ class ServedTeacher:
 def connect(
     url: str, *, certificate: str | None, key: ApiKey | None, parallel: int, capacity: int, vocab_size: int
 ) -> ServersRollout:
-    """Makes a rollout by one server of this project at `url`, http://HOST:PORT. The server is never told to load
+    """Makes a rollout by one server of this project at `url`, http(s)://HOST:PORT. The server is never told to load
     weights. All completions are of the weights that the server has now: `connect` asks for their checksum, by a
     completion of one token. An answer of other weights counts as a failure of the server. No event loop may run in the
     caller's thread. Raises ValueError if `url` is no address, the key would go to another machine in plain text, or the
-    file cannot be read; and ServerError, a ValueError, if the server does not answer or does not name its weights.
+    file is no readable PEM; ServerError, a ValueError, if the server does not answer, refuses, or names no weights.
 
     Args:
       certificate, key: the path of the PEM file to trust, None for the system's; and the API key, None without one.

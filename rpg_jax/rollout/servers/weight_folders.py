@@ -54,7 +54,7 @@ class WeightFolders(Weights):
       home: a folder that all processes write and all servers read, under the same path. Each run has its own `home`.
       saving: writes a version of the weights into a folder, each process its own part.
       use: receives the folder of each synced version, which servers load from then on.
-      dtype: the dtype of the weights in the folder; None for the dtype of `params`.
+      dtype: the dtype of the weights in the folder, the same as that of `saving`; None if `params` have it already.
       base: the frozen weights, if `params` are adapters; the folder has both, merged.
       probe: makes a question, and its answer by the weights; None where servers prove their weights otherwise.
     """
