@@ -43,7 +43,7 @@ class ApiKey:
     def find(cls, file: str | None, environment: Mapping[str, str] = os.environ) -> Self | None:
         """The key in the file `file`; if `file` is None, the key in the variable RPG_JAX_API_KEY of `environment`; None
         without both. White space at the ends of the text does not count. Raises ValueError, which names the file or the
-        variable, if the file cannot be read or the text is no key."""
+        variable, if the file cannot be read or the text is no key, for example empty."""
         if file is None and ENVIRONMENT not in environment:
             return None
         source = f"the environment variable {ENVIRONMENT}" if file is None else file
@@ -56,7 +56,7 @@ class ApiKey:
 
     def opens(self, authorization: str | None) -> bool:
         """Whether `authorization`, the value of a header or None without one, is "Bearer KEY" with this key. The
-        comparison takes the same time for every wrong key of its length."""
+        comparison takes the same time for every wrong key that is as long as this key."""
         return hmac.compare_digest((authorization or "").encode("utf-8", "surrogatepass"), self.header.encode())
 
 
@@ -172,7 +172,7 @@ def file_of(folder: str, name: str | None, port: int) -> epath.Path:
 def announce(file: epath.Path, address: str) -> Iterator[None]:
     """Writes the line `address` into `file`, whose folder is made, and deletes the file at the end of the block, unless
     another server has written its own address there. The file appears whole, and stays if the process is killed. Raises
-    StorageFailure if the file cannot be written or deleted, after several tries."""
+    StorageFailure if the file cannot be written or deleted; transient errors are tried again, up to three times."""
     errors.written(lambda: _write(file, address + "\n"), file, alone=True)
     try:
         yield

@@ -56,7 +56,7 @@ class Disk(Protocol):
 
 
 class Admission:
-    """Admits requests to the driver of a rollout. Only one event loop may use an object, in its thread.
+    """Admits requests to the driver of a rollout, in one event loop. `score` and `checksum` may run in other threads.
 
     The attribute `active` is the number of requests that are served. The server sets `draining` when it shuts down:
     then no request and no load is admitted. A prompt without a seed has its random numbers from the next number of

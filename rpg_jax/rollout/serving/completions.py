@@ -14,9 +14,8 @@ from rpg_jax.types import Sampling
 
 @dataclasses.dataclass(frozen=True)
 class CompletionRequest:
-    """A request for completions, with its fields checked. Raises ValueError if `counters` come with a seed or for
-    several completions, if `drawn` comes without `counters` or without a longer prompt, or if a stream wants `logprobs`
-    or `echo`.
+    """A request for completions. Raises ValueError if `counters` come with a seed or for several completions,
+    if `drawn` comes without `counters` or is not below the prompt's length, or if a stream wants `logprobs` or `echo`.
 
     Attributes:
       prompts: token ids, i32[n] each.
@@ -29,9 +28,9 @@ class CompletionRequest:
       echo: whether the text of the answer begins with the prompt.
       stream: whether the answer comes in pieces.
       usage: whether a stream ends with the numbers of tokens.
-      prompt_ids: whether the answer has the token ids of the prompts.
+      prompt_ids: whether the answer has the token ids of the prompts; a stream never has them.
       sampler_logprobs: whether the answer has the log-probabilities with which tokens were drawn. With `logprobs` the
-        answer always has them.
+        answer always has them; a stream never has them.
       counters: (seed, step, prompt_id, index) of a trainer's completion, in place of `seed`.
       drawn: of a trainer's completion, how many of the prompt's last tokens belong to it already, the observations
         between its turns included.

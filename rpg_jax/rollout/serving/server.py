@@ -49,7 +49,7 @@ class Service(orchestrator.LLMOrchestrator):
             await context.abort(refused.code, str(refused))
 
     async def HealthCheck(self, request, context=None):
-        """Whether the server is live: it is until it shuts down. The next request replaces a failed driver."""
+        """Answers `is_live`, True until the server shuts down. The next request replaces a driver that has failed."""
         return jetstream_pb2.HealthCheckResponse(is_live=not self._admission.draining)
 
     async def _read(self, request) -> list[int]:
@@ -101,7 +101,7 @@ class Server:
       access: the host, TLS and the API key of both services; None for 127.0.0.1 without TLS and key.
       port: the port of gRPC. 0 takes a free port; the attribute `port` has the number.
       max_active: the most completions, and the most requests, at once. Further requests are refused.
-      http_port: the port of the HTTP service, and an attribute like `port`; None: no HTTP.
+      http_port: the port of HTTP, and with HTTP an attribute like `port`; None: no HTTP, and no such attribute.
       name: the name of the model, for HTTP clients.
       render: makes a prompt's text from the messages of a chat, see `openai.ChatForm`; None: chats are refused.
       disk: reads the folders of weights that HTTP clients name; None if they may not replace the weights.
