@@ -71,9 +71,10 @@ class Parent:
         return f"{self.home}@{self.step}"
 
     def check(self, config: ConfigDict, inputs: Mapping[str, str]) -> None:
-        """Raises ValueError, with the reason, unless a branch with this `config` can begin with the checkpoint.
+        """Raises ValueError, with the reason, if a branch with this `config` cannot begin with the checkpoint.
 
-        The run must be of rpg_jax.train, `train.steps` above the step, and the arrays must keep shapes and meaning.
+        The run must be of rpg_jax.train, `train.steps` above the step, and optimizer, adapters, learned advantage,
+        tokenizer and frozen weights the parent's. No array is read: `state` compares the shapes of the arrays.
         `inputs`: the digests of the branch's inputs, as `experiment.check_inputs` returns them."""
         if not {"stream", "reference"} <= self.record.keys():
             raise ValueError(self._refused("it is no run of rpg_jax.train, and has no position to go on from"))
@@ -96,8 +97,7 @@ class Parent:
 
     def state(self, like: TrainState) -> TrainState:
         """The state in the checkpoint, laid out as the `ShapeDtypeStruct`s of `like`. All processes call together.
-
-        Raises ValueError if the state is missing, damaged or has other arrays, StorageFailure if it cannot be read."""
+        Raises ValueError if the state is missing, damaged or has other arrays; StorageFailure if it cannot be read."""
         try:
             return integrity.restored(storage.absolute(self.home / "checkpoints" / str(self.step) / "state"), like)
         except integrity.Damaged:
@@ -106,17 +106,17 @@ class Parent:
             raise ValueError(self._refused(f"its arrays are others than this config's ({error.reason})")) from error
 
     def base(self, like: Any) -> Any:
-        """The frozen weights beside the parent's adapters, laid out as the `ShapeDtypeStruct`s of `like`.
-
-        The errors are those of `state`. All processes call together."""
+        """The frozen weights beside the parent's adapters, laid out as the `ShapeDtypeStruct`s of `like`. All processes
+        call together. The errors are those of `state`."""
         return Snapshots(self.home / "base").restore(0, like)
 
     def move(self, config: ConfigDict, collector: Collector, reference: Reference) -> str:
-        """Moves `collector` and `reference`, which are new, to the parent's position.
+        """Moves `collector` and `reference`, which are new, to the parent's position. All processes call together.
 
-        If a field of `config` that decides the numbers differs, sampled groups are dropped, and the order of other
-        problems begins anew; if it is a field of `reference`, the branch's first policy is the reference. Returns a
-        line that says what begins anew. Raises ValueError if only the problems differ, or a snapshot is damaged."""
+        If a field of `config` that decides the numbers differs, sampled groups are dropped; if the problems or their
+        seed differ too, their order begins anew. If a field of `reference` differs, the branch's first policy is the
+        reference. Returns a line that says what begins anew. Raises ValueError if the problems differ and no field
+        does, or if the reference's snapshot is damaged or missing; StorageFailure if the snapshot cannot be read."""
         anew, now = [], {k: v for k, v in run_folder.identity(config).items() if k != run_folder.START_FROM}
         then = {k: v for k, v in run_folder.renewed(self.identity).items() if k != run_folder.START_FROM}
         if now == then:
@@ -176,7 +176,7 @@ def parent_of(config: ConfigDict, files: Path) -> Parent | None:
 
 
 def adopt_tokenizer(config: ConfigDict, files: Path) -> None:
-    """Copies the tokenizer that the parent has trained to `files`, the local folder of a branch with this `config`.
+    """Copies tokenizer.model, which the parent has trained, into `files`, the local folder of a branch with `config`.
 
     Does nothing without `run.start_from`, with `model.tokenizer` or `model.path`, if the parent trained none, or if
     `files` has one already. All processes call together, and the first writes."""
@@ -190,9 +190,9 @@ def adopt_tokenizer(config: ConfigDict, files: Path) -> None:
 
 
 class Checkpointing:
-    """Keeps the checkpoints of a run in `folder`, and knows which reference snapshot each checkpoint needs.
-
-    `journaled`: a journal is kept too, unless `checkpoint.journal_gib` is 0. Raises as `parent_of` for a new run.
+    """Keeps the checkpoints of a run in `folder`, and knows which reference snapshot each checkpoint needs. All
+    processes of the run make it, and call its methods, together. `journaled`: a journal is kept too, unless
+    `checkpoint.journal_gib` is 0. Raises as `parent_of` for a new run.
 
     Attributes:
       checkpoints: the checkpoints, each with the state and the record.
@@ -247,8 +247,9 @@ class Checkpointing:
     def save(self, step: int, state: TrainState, record: Mapping[str, Any], reference: Reference | None) -> None:
         """Starts a checkpoint of `state` and `record` after step `step`; waits for the previous save first.
 
-        `record` is JSON-able; the position of `reference` (None: the run has none) is added. Deletes the snapshots and
-        the journal's groups that no checkpoint needs now. Raises StorageFailure as `Checkpoints.save`."""
+        `record` is JSON-able; the position of `reference` (None: the run has none) is added. Copies the run's files to
+        its bucket, if any. Deletes the snapshots and the journal's groups that no checkpoint needs now. Raises
+        StorageFailure as `Checkpoints.save`, or if the bucket cannot be written."""
         started, earlier = time.perf_counter(), self.checkpoints.steps()
         if reference is not None:
             record = {**record, "reference": reference.commit()}

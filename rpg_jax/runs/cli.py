@@ -90,7 +90,7 @@ class Parser(argparse.ArgumentParser):
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """The options in `argv`, which lacks the program's name. The option `overrides` is a list of the arguments that
-        change the config, as "--config.seed=1"; without a --config it is empty. --help prints the help and exits.
+        change the config, as "--config.seed=1"; [] if the command takes no config. --help prints the help and exits.
 
         Raises ValueError for an argument that the command does not take (the message has the nearest flag), for a wrong
         value, and for an argument that is no UTF-8."""
@@ -127,10 +127,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def settings(beside: Sequence[str]) -> dict[str, list[str]]:
-    """The settings to compare, as {name: overrides}: "as given" without overrides, then each text of --beside.
-
-    The text "a=1,b=2" adds "a=1,b=2": ["--config.a=1", "--config.b=2"]. Raises ValueError for texts of another form.
-    """
+    """The settings to compare, as {name: overrides}: "as given" without overrides, then each text of --beside. The text
+    "a=1,b=2" adds "a=1,b=2": ["--config.a=1", "--config.b=2"]. Raises ValueError for a text of another form."""
     found: dict[str, list[str]] = {"as given": []}
     for setting in beside:
         changes = [change.strip().removeprefix("--config.") for change in setting.split(",")]
@@ -165,8 +163,8 @@ def run(
 ) -> int:
     """Reads the command line, calls `command` with the options, returns the exit code: that of `command`, 0 for None.
 
-    An error is printed as one line, and gives its `exit_code`. If the error has the text `ends_again`, the code is
-    `GAVE_UP`. Ctrl-C gives 130. A bug, and with --debug every error, keeps its traceback: the error is raised again;
+    An error is printed as one line, and gives its `exit_code`, or `GAVE_UP` if it has a text in the attribute
+    `ends_again`. Ctrl-C gives 130. A bug, and with --debug every error, keeps its traceback: the error is raised again;
     it is printed instead if the processes end together (a bug then gives `FAILED`), or with `ends_again`. --help raises
     SystemExit.
 
@@ -259,9 +257,8 @@ def in_words(error: Exception) -> str:
 
 
 def load_config(options: argparse.Namespace) -> config_files.Loaded | None:
-    """The config that --config and the overrides in `options` (from `Parser.read`) name; None without --config.
-
-    Raises ValueError for overrides without --config, or if a file, a field or a value is wrong."""
+    """The config that --config and the overrides in `options` (from `Parser.read`) name; None without --config. Raises
+    ValueError for overrides without --config, and as `config_files.load`."""
     if options.config is not None:
         return config_files.load(options.config, options.overrides)
     if options.overrides:
@@ -270,7 +267,8 @@ def load_config(options: argparse.Namespace) -> config_files.Loaded | None:
 
 
 def number(kind: Callable[[str], Any], low: float, high: float = math.inf) -> Callable[[str], Any]:
-    """The type of a flag, for argparse: a function that gives `kind` (int, float) of the text, in [`low`, `high`]."""
+    """The type of a flag, for argparse: a function from a text to its number, `kind` (int, float) of the text. Outside
+    [`low`, `high`] it raises argparse.ArgumentTypeError, for a text that is no number ValueError."""
 
     def parse(text: str) -> Any:
         value = kind(text)

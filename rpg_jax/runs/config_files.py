@@ -43,7 +43,8 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
       overrides: arguments as --config.FIELD=VALUE.
 
     Raises ValueError if there is no such file, variant or field, if a value has another type, or for an argument that
-    is no override. The file is executed; a bug in it, such as a SyntaxError, is raised as it is."""
+    is no override. Choices and ranges are not checked. The file is executed: its KeyError, AttributeError, OSError or
+    TypeError becomes a ValueError; another error, such as a SyntaxError, is raised as it is."""
     file, colon, variant = name.partition(":")
     _make_importable()
     argv = ["", f"--config={find(file)}{colon}{variant}", *overrides]
@@ -114,7 +115,7 @@ def retired(name: str, value: Any = None) -> Retired | None:
 
 
 def all_retired() -> Sequence[Retired]:
-    """Every field and value of earlier versions, `RETIRED` of configs/base.py."""
+    """A row for every field and every value of earlier versions that is retired: `RETIRED` of configs/base.py."""
     declared()
     return sys.modules["configs.base"].RETIRED
 
@@ -217,7 +218,7 @@ class Field:
 
     @property
     def names(self) -> list[str]:
-        """The choices; [] if the field takes any value. The table of the choices is imported, and maybe JAX with it."""
+        """The choices; [] for a field without choices. The table of the choices is imported, and maybe JAX with it."""
         if not isinstance(self.choices, str):
             return list(self.choices)
         module, _, tables = self.choices.partition(":")
