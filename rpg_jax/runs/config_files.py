@@ -123,7 +123,7 @@ def all_retired() -> Sequence[Retired]:
 def nearest(name: str) -> str:
     """The field that a wrong name means, found by initials (`lr`), by the last part of the name, or by its letters.
 
-    For a name without a section the answer may list several fields, as "a.learning_rate or b.learning_rate"."""
+    It is never "". For a name without a section it may list several, as "a.learning_rate or b.learning_rate"."""
     known, last = fields(), name.rpartition(".")[2]
 
     def initials(field: str) -> str:

@@ -128,8 +128,8 @@ class ServersRollout(Rollout):
 
 
 class ServersWeights(Weights):
-    """The weights of a server that has other clients too, with the checksum that the server gave. This process can
-    neither read nor replace the weights."""
+    """The weights of a server that has other clients too, with the checksum that the server gave, as version 0. This
+    process can neither read nor replace the weights."""
 
     def __init__(self, checksum: int):
         self.version, self._said = 0, checksum

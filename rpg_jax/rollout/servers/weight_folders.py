@@ -113,7 +113,7 @@ class WeightFolders(Weights):
         self._use(Loadable(str(folder), f"{copy.checksum:016x}", copy.checksum, copy.probe))
 
     def checksum(self) -> int:
-        """The 64-bit checksum of the weights of the last sync, which servers load."""
+        """The 64-bit checksum of the weights of the last sync, which servers load. It fails before the first sync."""
         assert self._checksum is not None, "a sync sets it"
         return self._checksum
 
