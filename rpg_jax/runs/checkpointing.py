@@ -292,9 +292,11 @@ class Checkpointing:
 
     def close(self) -> None:
         """Finishes the checkpoint and the journal, and ends their threads. Raises StorageFailure if the save failed."""
-        self.checkpoints.close()
-        if self.journal is not None:
-            self.journal.close()
+        try:
+            self.checkpoints.close()
+        finally:
+            if self.journal is not None:
+                self.journal.close()
 
     def _prune_journal(self, steps: int) -> None:
         if self.journal is not None:

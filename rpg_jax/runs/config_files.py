@@ -57,7 +57,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
         config.is_locked  # noqa: B018 - a file that could not be read raises here
     except _ERRORS as error:
         none = f"{file} is no config file: it has no"
-        raise ValueError(_explained(error, overrides).replace("module 'config_config' has no", none)) from error
+        raise ValueError(_explained(error, overrides, file).replace("module 'config_config' has no", none)) from error
     if rest:
         raise ValueError(f"unexpected argument {rest[0]!r}; overrides look like --config.seed=1")
     flag = values["config"]
@@ -142,7 +142,7 @@ def _make_importable() -> None:
     sys.modules.setdefault("configs", package)
 
 
-def _explained(error: Exception, overrides: Sequence[str]) -> str:
+def _explained(error: Exception, overrides: Sequence[str], file: str) -> str:
     """A line that explains `error` of config_flags. For an unknown field in `overrides` it names the nearest field."""
     known = fields()
     for argument in overrides:
@@ -161,7 +161,8 @@ def _explained(error: Exception, overrides: Sequence[str]) -> str:
         reason = trace.strip().splitlines()[-1].partition(": ")[2]
         none = "get_config() takes 0 positional arguments" in reason
         return f"{file}: " + (f"it has no variants, leave out ':{variant}'" if none else reason)
-    text = " ".join(str(error).split()).replace("invalid literal for int() with base 10", "no whole number")
+    text = f"{file}: no {error}" if isinstance(error, KeyError) else str(error)
+    text = " ".join(text.split()).replace("invalid literal for int() with base 10", "no whole number")
     return re.sub(r"\('Non-boolean argument to boolean flag', (.*)\)", r"neither True nor False: \1", text)
 
 

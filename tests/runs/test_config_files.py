@@ -117,6 +117,12 @@ def test_a_change_leaves_the_config_as_it_was_with_its_unset_fields_too():
     assert (before.seed, first.seed, second.seed) == (0, 1, 1)
 
 
+def test_a_key_that_a_file_misses_is_named_with_the_file(tmp_path):
+    (tmp_path / "mine.py").write_text("def get_config():\n    return {}['learning']\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="mine.py: no 'learning'"):
+        config_files.load(str(tmp_path / "mine.py"))
+
+
 def test_a_file_without_a_config_is_refused_although_another_one_was_read_before(tmp_path):
     config_files.load("tiny")
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1="}\n', encoding="utf-8")  # an expression of Python too

@@ -60,7 +60,7 @@ class ServersRollout(Rollout):
         self._capacity, self._vocab_size = capacity, vocab_size
         self._exchange = hosts.Exchange()
         self._background = Background("rpg-served")
-        self._running = self._background.begin(balance.run())
+        self._running = self._background.begin(balance.run())  # kept: a loop refers weakly to its tasks
 
     def sample(self, request: Request) -> list[list[Completion]]:
         """Waits for the completions of each prompt, and returns them in order; [] for a prompt in `request.done`.

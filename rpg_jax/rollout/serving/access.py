@@ -66,7 +66,7 @@ class Access:
     TLS or no API key, or if one PEM file lacks the other.
 
     Attributes:
-      host: the address or name of this machine on which the server listens.
+      host: the address or name of this machine on which the server listens. An IPv6 address may come in brackets.
       certificate, private_key: the paths of TLS's PEM files, the chain and its key; None for plain text.
       key: the API key that every request needs; None serves everybody who reaches the address.
     """
@@ -77,6 +77,7 @@ class Access:
     key: ApiKey | None = None
 
     def __post_init__(self):
+        object.__setattr__(self, "host", self.host.strip("[]"))
         if (self.certificate is None) != (self.private_key is None):
             raise ValueError("TLS needs both --certificate and --private_key")
         if is_loopback(self.host):

@@ -221,13 +221,13 @@ class Admission:
         check_unicode(text, "the text")
         return await asyncio.to_thread(self.codec.encode, text)
 
-    def checked(self, ids: Sequence[int], sampling: Sampling) -> np.ndarray:
+    def checked(self, ids: Sequence[int], sampling: Sampling, *, draw: bool = True) -> np.ndarray:
         """The token ids of a prompt as an array i32[n]. Raises ValueError if the prompt is empty, has an id outside the
-        vocabulary, or has no room in a slot with `sampling.max_tokens` more, or if `sampling` does not fit the engine.
-        """
+        vocabulary, or has no room in a slot with `sampling.max_tokens` more, without `draw` with one less than these,
+        or if `sampling` does not fit the engine."""
         prompt, engine = np.array(ids, np.int64), self._rollout.engine
         request = Request([prompt], [0], group_size=1, sampling=sampling, seed=0, step=0)
-        request.check_fits(capacity=engine.decoding.capacity, vocab_size=engine.config.vocab_size)
+        request.check_fits(capacity=engine.decoding.capacity + (not draw), vocab_size=engine.config.vocab_size)
         return prompt.astype(np.int32)
 
     async def completion(

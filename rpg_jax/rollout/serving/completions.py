@@ -15,7 +15,8 @@ from rpg_jax.types import Sampling
 @dataclasses.dataclass(frozen=True)
 class CompletionRequest:
     """A request for completions. Raises ValueError if `counters` come with a seed or for several completions,
-    if `drawn` comes without `counters` or is not below the prompt's length, or if a stream wants `logprobs` or `echo`.
+    if `drawn` comes without `counters` or is not below the prompt's length, or if a stream wants `logprobs`,
+    `sampler_logprobs`, `prompt_ids` or `echo`.
 
     Attributes:
       prompts: token ids, i32[n] each.
@@ -28,9 +29,8 @@ class CompletionRequest:
       echo: whether the text of the answer begins with the prompt.
       stream: whether the answer comes in pieces.
       usage: whether a stream ends with the numbers of tokens.
-      prompt_ids: whether the answer has the token ids of the prompts; a stream never has them.
-      sampler_logprobs: whether the answer has the log-probabilities with which tokens were drawn. With `logprobs` the
-        answer always has them; a stream never has them.
+      prompt_ids: whether the answer has the token ids of the prompts.
+      sampler_logprobs: whether the answer has the log-probabilities with which tokens were drawn, as with `logprobs`.
       counters: (seed, step, prompt_id, index) of a trainer's completion, in place of `seed`.
       drawn: of a trainer's completion, how many of the prompt's last tokens belong to it already, the observations
         between its turns included.
@@ -56,8 +56,9 @@ class CompletionRequest:
             raise ValueError("counters are those of one completion: leave n and seed out, and send one prompt")
         if self.drawn and (self.counters is None or self.drawn >= len(self.prompts[0])):
             raise ValueError(f"drawn={self.drawn} tokens of a completion need its counters, and a longer prompt")
-        if self.stream and (self.echo or self.logprobs is not None):
-            raise ValueError("a stream has no logprobs and no echo: leave stream out, or these")
+        of_whole_answers = self.echo or self.logprobs is not None or self.prompt_ids or self.sampler_logprobs
+        if self.stream and of_whole_answers:
+            raise ValueError("a stream has no logprobs, sampler_logprobs, echo or return_token_ids: leave stream out")
 
     def prompt_of(self, index: int) -> np.ndarray:
         """The prompt i32[m] of the completion with this number: p · n + i is completion i of prompt p."""

@@ -142,7 +142,7 @@ class TextForm:
         if counters is not None and len(counters) != 4:
             raise ValueError(f"counters must be [seed, step, prompt_id, index], got {len(counters)} numbers")
         return CompletionRequest(
-            [self._admission.checked(prompt, sampling) for prompt in prompts],
+            [self._admission.checked(prompt, sampling, draw=longest > 0) for prompt in prompts],
             sampling,
             n=n,
             draw=longest > 0,

@@ -155,7 +155,8 @@ class Server:
         ]
         self._grpc = grpc.aio.server(options=options, interceptors=[] if key is None else [KeyGuard(key)])
         jetstream_pb2_grpc.add_OrchestratorServicer_to_server(Service(self._admission), self._grpc)
-        address, credentials = f"{self._access.host}:{port}", _credentials(self._access)
+        host, credentials = self._access.host, _credentials(self._access)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         if credentials is None:
             self.port = self._grpc.add_insecure_port(address)
         else:

@@ -92,6 +92,26 @@ def test_other_machines_are_served_with_tls_and_a_key_only(asked, message):
         Access(**asked)
 
 
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_a_server_listens_on_an_address_of_ipv6(build, letters, host):
+    access = Access(host)
+    try:
+        access.check_free("port", None)
+    except ValueError:
+        pytest.skip("this machine has no IPv6")
+    sampler = JetStreamRollout(build("orchestrator").engine, keep_state=True)
+    made = Server(sampler, letters, Sampling(), access=access, http_port=0)
+    try:
+        with grpc.insecure_channel(f"[::1]:{made.port}") as channel:
+            stub = jetstream_pb2_grpc.OrchestratorStub(channel)
+            assert list(stub.Decode(HELLO, timeout=300))
+        connection = http.client.HTTPConnection("::1", made.http_port, timeout=300)
+        connection.request("GET", "/v1/models")
+        assert connection.getresponse().status == 200
+    finally:
+        made.stop(grace=5)
+
+
 def test_a_key_comes_from_a_file_or_the_environment_and_its_errors_name_the_source(tmp_path):
     file = tmp_path / "key"
     file.write_text("0123456789abcdef\n", encoding="utf-8")

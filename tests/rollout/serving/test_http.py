@@ -170,6 +170,12 @@ def test_logprobs_are_the_model_s_own_and_echo_has_those_of_the_prompt(server, m
     np.testing.assert_allclose(scored["logprobs"]["token_logprobs"][1:], drawn[:4], atol=2e-5)
     (own,) = completion(server, **asked | {"echo": False})["choices"]
     assert own["logprobs"]["token_logprobs"] == given["token_logprobs"][5:]
+    full = {"echo": True, "logprobs": 0, "max_tokens": 0, "prompt": prompt * 12}
+    room = server.decoding.capacity
+    (scored,) = completion(server, **full | {"prompt": full["prompt"][:room]})["choices"]
+    assert len(scored["logprobs"]["tokens"]) == room, "a teacher scores completions that fill a slot"
+    status, refusal = ask(server, full | {"prompt": [*full["prompt"][:room], 1]})
+    assert status == 400 and b"does not fit" in refusal
 
 
 HELLO = [{"role": "system", "content": "1"}, {"role": "user", "content": [{"type": "text", "text": "23"}]}]
@@ -269,6 +275,8 @@ def test_conversations_that_cannot_be_served_are_400_with_the_reason(server, bod
         ({"prompt": "1", "seed": -1}, "seed must be"),
         ({"prompt": "1", "logprobs": 6}, "logprobs must be"),
         ({"prompt": "1", "logprobs": 0, "stream": True}, "a stream has no logprobs"),
+        ({"prompt": "1", "return_token_ids": True, "stream": True}, "return_token_ids: leave stream out"),
+        ({"prompt": "1", "sampler_logprobs": True, "stream": True}, "a stream has no logprobs, sampler_logprobs"),
         ({"prompt": "1", "stop": ""}, "stop must be"),
         ({"prompt": "1", "stop": ["x"] * 17}, "16 are the most"),
         ({"prompt": "1", "stream_options": {"x": True}}, "stream_options must be"),
