@@ -130,10 +130,10 @@ def _definition(given: Any) -> Any:
 
 def named(rewards: Callable[..., Any] | str | Mapping[Any, float]) -> tuple[dict[str, float], dict[str, Callable]]:
     """Returns (the weight of each part by name, the functions among the parts by the same names). `rewards` is a
-    function, the name of a part (weight 1), or {function or name: weight}. The name of a function is "module:qualname".
-    A name "FOLDER/module.py:function" is treated as `in_file` does. Raises ValueError if `rewards` has another form or
-    is empty, a weight is no number, two parts have one name, there is no such file, or a function cannot be called as
-    (completion, answer, prompt) or (completion, answer)."""
+    function or the name of a part, with weight 1, or {function or name: weight}. A function gets the name
+    "module:qualname", and a name goes through `in_file`; other names are not checked here. Raises ValueError if
+    `rewards` has another form or is empty, a weight is no number, two parts have one name, a file is missing, or a
+    function cannot be called as (completion, answer, prompt) or (completion, answer)."""
     if isinstance(rewards, list | set) or rewards in ("", {}):
         raise ValueError(f"reward={rewards!r}: give a function, a name, or their weights, as {{'exact': 1.0}}")
     given = rewards if isinstance(rewards, Mapping) else {rewards: 1.0}
@@ -169,7 +169,7 @@ def in_file(name: str) -> str:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Tells whether a call of `function`, plain, partial or an object with `__call__`, returns a coroutine."""
+    """Tells whether `function`, the function in a partial, or an object's `__call__` is declared by `async def`."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
@@ -219,11 +219,11 @@ class InProcess:
         return [future.result() if future else _called(*call) for call, future in zip(calls, begun, strict=True)]
 
     def close(self) -> None:
-        """Cancels the async calls that still run, and ends their thread. An async call that follows is an error."""
+        """Cancels the async calls that still run, and ends their thread. Later async calls raise RuntimeError."""
         self._background.close()
 
     def submit(self, function: Callable[..., Any], task: Task) -> Future[Verdict]:
-        """Begins an async function's call with the task's arguments. Returns the verdict's future; from any thread."""
+        """Begins a call of an async function with the task's arguments and options. Returns the verdict's future."""
         return self._background.begin(_awaited(function, task, self._deadline_s))
 
 

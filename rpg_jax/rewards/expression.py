@@ -16,7 +16,7 @@ _TOKEN = re.compile(r"\s*(\d{1,18}|[-+*/()])\s*", re.ASCII)
 
 
 def countdown(completion: str, answer: str) -> float:
-    """Returns 1.0 if the completion's last <answer>…</answer> or "Answer:" line makes a game's target, else 0.0.
+    """Returns 1.0 if the completion's last <answer>…</answer> or line "Answer: …" makes the game's target, else 0.0.
 
     `answer` is JSON {"numbers": [whole numbers], "target": whole number}. The text in the completion must use each
     number exactly once, have at most 500 characters, and be an expression of this grammar, computed in exact fractions:
@@ -24,7 +24,7 @@ def countdown(completion: str, answer: str) -> float:
       product = atom (("*" | "/") atom)*
       atom = whole number | "(" sum ")"
 
-    Raises ValueError if `answer` is not JSON; KeyError or TypeError if the text is compared with JSON of another form.
+    Raises ValueError if `answer` is not JSON. JSON of another form gives KeyError, TypeError or 0.0.
     """
     game = json.loads(answer)
     found = _ANSWER.findall(completion)

@@ -86,9 +86,9 @@ def boxed(completion: str, answer: str) -> float:
 
 
 def gsm8k(completion: str, answer: str) -> float:
-    """Returns 1.0 if the last number directly after a "####" in the completion equals the reference number, else 0.0.
-    Numbers are compared as decimals: "1,000.0" is 1000. Only the last 300 characters of the completion are read. The
-    reference `answer` is a number, or the data set's solution, which ends in "#### number"; ValueError otherwise."""
+    """Returns 1.0 if the last number after a "####" in the completion's last 300 characters is the reference number,
+    else 0.0. Only blanks and a "$" may stand between "####" and the number. "1,000.0" equals 1000. The reference
+    `answer` is a number, or the data set's solution, which ends in "#### number"; ValueError otherwise."""
     reference = _number(answer.rpartition("####")[2])
     if reference is None:
         raise ValueError(f"reference answer without a number: {answer!r}")
@@ -99,10 +99,10 @@ def extract_answer(completion: str, verifier: str | None = None) -> str | None:
     """Returns the answer of a completion, as a majority vote counts answers; None if no answer is found.
 
     `verifier` is "exact", "math_dapo", "boxed", "gsm8k" or "countdown". The answer is the text that this verifier
-    compares with a reference, in a spelling that equal answers share. With None or another name the answer is the first
-    of these that is there, as `normalise` spells it: the text after the last "Answer:" (see `dapo_answer`), the last
-    \\boxed{…}, the text after the last "####" (without one, "#"), the whole completion. The last two are an answer only
-    if they are one line of at most 100 characters.
+    compares with a reference, without the differences that this verifier ignores; for "exact" the text after the last
+    "#" or "Answer:", or all. With None or another name the answer is the first of these that is there, as `normalise`
+    spells it: the text after the last "Answer:" (see `dapo_answer`), the last \\boxed{…}, the text after the last
+    "####" (without one, "#"), the whole completion. The last two count only as one line of at most 100 characters.
     """
     return _OF_VERIFIER.get(verifier or "", _any)(completion)
 
@@ -235,18 +235,18 @@ Equal = Callable[[Sequence[tuple[str, str]]], Sequence[bool | None]]
 def merge_equal_answers(problems: Sequence[Sequence[Read | None]], equal: Equal) -> list[list[str | None]]:
     """Gives equal answers to a problem one spelling, so that a vote counts them together. Reads no reference answer.
 
-    Two completions have one answer if both write the same text, or if a chain of equal pairs joins the two texts. So
-    equality is transitive here. The equality of math-verify is not (5 = 5 % = 0.05). Spellings are compared in rounds:
-    each spelling with the next most frequent spelling, then with the second next, and so on. A pair is left out if a
+    A spelling is the `Read.answer` of a completion. Two spellings are joined if a chain of equal pairs leads from one
+    to the other, though the equality of math-verify is not transitive (5 = 5 % = 0.05). Spellings are compared in
+    rounds: each with the next most frequent spelling, then with the second next, and so on. A pair is left out if a
     chain joins it already, if two comparisons of a spelling failed, or if a spelling is not among the 32 most frequent.
 
     Args:
       problems: for each problem an item for each completion: what was read, or None where no answer was found.
-      equal: compares pairs of completions' texts, a round's of all problems; called 31 times, also without pairs.
+      equal: takes pairs of `Read.text`, those of a round from all problems, and returns for each whether the answers
+        are equal, or None if the comparison failed. It is called 31 times, sometimes with no pair.
 
     Returns:
-      Lists of the same lengths and order as `problems`: the most frequent of the joined spellings (of equally frequent
-      ones the first), or None where the item is None.
+      Lists of the lengths of `problems`: the most frequent of the joined spellings (the first of a tie); None for None.
     """
     answers = [_Answers(own) for own in problems]
     for apart in range(1, MOST_COMPARED):

@@ -28,7 +28,7 @@ def read(completion: str) -> dict[str, str | None]:
 
 
 def equal(one: str, other: str) -> float:
-    """Returns 1.0 if the answers in two completions are equal, with each in turn as the reference; else 0.0."""
+    """Returns 1.0 if the answers in two completions are equal, whichever of the two is the reference; else 0.0."""
     found = list(_completion(one)), list(_completion(other))
     return float(verify(*found, timeout_seconds=None) and verify(*reversed(found), timeout_seconds=None))
 
