@@ -106,7 +106,8 @@ class Server:
 
     def verdicts(self, reply: Any, count: int) -> list[Verdict]:
         """Returns the verdicts in a reply's JSON, in order. Raises Failed if the reply has another form, or not `count`
-        scores. A score that is no number, or a grade outside 0 … scale, becomes a verdict with the error "value"."""
+        scores. A score that is no number within ±1e6, or a chat reply whose last line has no grade from 0 to `scale`,
+        becomes a verdict with the error "value"."""
         try:
             given = reply["scores"] if self.kind == "score" else [reply["choices"][0]["message"]["content"] or ""]
             found = [self._verdict(one) for one in given]
@@ -149,8 +150,8 @@ class Judge:
 
     def run(self, items: Sequence[Item]) -> list[Verdict]:
         """Waits for one verdict per (completion, answer, prompt), and returns them in order. Equal items are sent once.
-        A request is sent at most 4 times, and until the deadline; if all fail, its items get verdicts with an error.
-        Only scores are remembered: a later call asks again about a failure."""
+        A request that failed for a passing cause is sent again within its deadline, up to 4 times in all. If no
+        attempt succeeds, its items get verdicts with an error, and a later call asks again about these items."""
         with self._lock:
             verdicts = {item: Verdict(self._known[item]) for item in set(items) if item in self._known}
         new = [item for item in dict.fromkeys(items) if item not in verdicts]

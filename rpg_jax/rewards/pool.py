@@ -28,10 +28,10 @@ _MAX_VERDICT_BYTES = {"score": 4096, "object": LARGEST_OBJECT + 4096}
 class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
     """Runs tasks in fresh Python processes without devices, secrets or a shell. Leaving the context closes the pool.
 
-    A task that overruns its deadline, crashes its process, exceeds the memory limit, or tries what is forbidden gets a
-    verdict with an error, and no other task suffers. The pool ends the process with all that it started, and starts
-    another. Each process works on one task at a time, so the task at fault is always known. Only JSON crosses the
-    pipes. The processes start at once and load in the background.
+    A task that misses its deadline, crashes its process, exceeds its memory limit (on Linux 512 MiB over the imports),
+    or tries to write files, start processes or use the network gets a verdict with an error. The pool then ends this
+    process with all that it started, and starts another; no other task suffers. A function that raises also gives a
+    verdict with an error, and its process goes on. The processes start at once and load in the background.
 
     Args:
       functions: "module:function" that the processes import before the first task, each with the names of its
@@ -42,8 +42,8 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
       recycle_after: tasks after which a process is replaced.
 
     Attributes:
-      counts: "done" tasks, with and without an error; errors by kind; "rebuilt" processes, replaced after an error or
-        their own end, and "recycled" ones, replaced after `recycle_after` tasks.
+      counts: "done" tasks, with and without an error; errors by kind; "rebuilt" processes, which the pool had to end or
+        which ended themselves; "recycled" processes, replaced after `recycle_after` tasks.
     """
 
     def __init__(

@@ -93,7 +93,8 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
       right_above: a completion is right if the deciding score is above this number; None: if the score is at least 1.
       begins: without `right_above`, a grade (neither 1, 0 nor -1) among the first 1,000 scores is an error. False, for
         a run that goes on: the grade is noted once on standard error, and a score below 1 counts as wrong.
-      functions: plain or async functions that run in this process, by part name. Other parts are imported by name.
+      functions: plain or async functions that run in this process, by part name, which has the form "module:function".
+        Without an entry here, a part of this form is imported and runs in the worker processes.
 
     Raises:
       ValueError: as `verifiers.check` does; and if a function cannot be imported, or cannot be called with the strings
@@ -199,7 +200,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         return [found[place] for place in range(len(problems))]
 
     def close(self) -> None:
-        """Ends the worker processes, the judge's threads and the event loop. A second call does nothing."""
+        """Ends the worker processes and the event loop, and a judge's threads after their present requests."""
         if self._pool is not None:
             self._pool.close()
         if self._judge is not None:

@@ -108,7 +108,7 @@ def checked_score(value: Any) -> float:
 
 
 def checked_object(value: Any) -> dict[str, Any]:
-    """Returns `value` itself. Raises BadScore if `value` is no dict of plain JSON, or has NaN or more than 1 MiB."""
+    """Returns `value` itself. Raises BadScore if `value` is no dict, or no JSON of at most 1 MiB. NaN is not JSON."""
     if not isinstance(value, dict):
         raise BadScore(f"an object is a dict, got {type(value).__name__}")
     try:
@@ -124,12 +124,12 @@ def check_call(function: Callable[..., Any], path: str, arguments: Sequence[str]
     """Returns how many of `arguments`, counted from the first, a call of `function` gets.
 
     `arguments` are the names of the positional arguments that a call offers. All are given, with one exception. If they
-    are `REWARD`, the prompt is left out where the function has two positional arguments, or where its third has a
-    default and another name than "prompt". Keyword-only arguments are options and do not count.
+    are completion, answer and prompt, a function without *args does not get the prompt if it has two positional
+    arguments, or if its third has a default and another name than "prompt". Keyword-only arguments do not count.
+    A function without a signature, as some builtin functions are, gets all. `path`, "module:function", is for messages.
 
-    `path`, "module:function", is for the message. A function without a signature, as some builtin functions are, gets
-    all. Raises ValueError if the function cannot be called so, if its `completion` or `prompt` stands in another place,
-    or if it takes `completions` or `prompts`: it would expect lists, as TRL's rewards do.
+    Raises ValueError if the function cannot be called so, if its `completion` or `prompt` stands in another place, or
+    if it takes `completions` or `prompts`: it would expect lists, as TRL's rewards do.
     """
     try:
         signature = inspect.signature(function)

@@ -43,8 +43,8 @@ FORMATS: dict[str, Callable[[str], bool]] = {
 def format_match(completion: str, *, pattern: str = "answer_line") -> float:
     """Returns 1.0 if the completion has the form named `pattern`, else 0.0. "answer_line": the last line begins with
     "Answer:", and text follows. "boxed": the completion contains "\\boxed{". "number": the completion, or what follows
-    its first "#", is a whole number, its sign before or after it. "think": the completion begins with "<think>", and
-    text follows the first "</think>". Raises ValueError if the pattern is unknown."""
+    its first "#", is a whole number, with or without a "-" before or after it. "think": the completion begins with
+    "<think>", and text follows the first "</think>". Raises ValueError if the pattern is unknown."""
     if pattern not in FORMATS:
         raise ValueError(f"unknown format {pattern!r}; known: {', '.join(FORMATS)}")
     return float(FORMATS[pattern](completion))
@@ -81,8 +81,6 @@ def overlong_penalty(lengths: np.ndarray, *, limit: int, buffer: int) -> np.ndar
 @dataclasses.dataclass(frozen=True)
 class Verifier:
     """A function (completion, answer) -> score, or what takes its place, and how it is called.
-
-    A score of at least 1 is right; with the config's `rewards.right_above`, a score above that number.
 
     Attributes:
       path: "module:function".
@@ -211,7 +209,8 @@ def check(
     is right (None: the first verifier): if its score is above `right_above` (None: at least 1). Raises ValueError if a
     part is unknown, an option is unknown, missing, out of its range or for a part without a weight, a weight is not
     within ±1e6, no part is a verifier, `accuracy` is not a verifier among the parts, or the judge decides accuracy
-    without `right_above`. Options of "math_verify" and "module:function" are not checked.
+    without `right_above`. Of the judge only `url` and `prompt` are checked, and an unknown option raises TypeError.
+    Options of "math_verify" and "module:function" are not checked.
     """
     for name in {**weights, **options}:
         if name not in weights:
@@ -239,8 +238,8 @@ def deciding_part(weights: Mapping[str, float], accuracy: str | None) -> str:
 
 
 def needs_answers(weights: Mapping[str, float]) -> bool:
-    """Tells whether a part compares completions with reference answers. Such parts are "by_source" and the verifiers
-    that do not see the prompt. Other verifiers may do without an answer."""
+    """Tells whether a part is sure to need reference answers: "by_source", or one of `VERIFIERS` other than "judge" and
+    "environment". A user's "module:function" does not count: it may do without an answer."""
     verifiers = {name: resolve(name) for name in weights if is_verifier(name)}
     return any(verifier is None or not verifier.sees_prompt for verifier in verifiers.values())
 
