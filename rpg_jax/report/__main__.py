@@ -15,7 +15,8 @@ from rpg_jax.runs import cli
 
 
 def main() -> None:
-    """Runs the command line of `sys.argv`. Exits with code 2 and a line on stderr if it cannot write the page."""
+    """Writes the page, curves and summaries of the runs in `sys.argv`. Names each run that cannot be read, and files
+    that cannot be written beside a run, on stderr. Exits with code 2 and a message if the page cannot be written."""
     parser = argparse.ArgumentParser(
         prog="python -m rpg_jax.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -32,7 +32,7 @@ SHOWN = (  # metric key, its name on the screen, format
 
 
 def duration(seconds: float) -> str:
-    """The duration as text, rounded to whole seconds: "12 s", "3 min 05 s"; from one hour on "2 h 07 min"."""
+    """The duration as text, rounded to whole seconds: "12 s", "3 min 05 s"; from one hour on cut to "2 h 07 min"."""
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds} s"

@@ -128,7 +128,7 @@ class Run:
       name: the name of the run's folder.
       seed: the config field `seed`; None if the run has not written its config.
       config: {dotted name: value} of the resolved config; {} if the run has not written its config.
-      records: {"step": step, metric: value} for each step, sorted by step. The record of step 0 has only evaluations.
+      records: {"step": step, metric: value} of each step, in order. The record of step `begun` has only evaluations.
       folder: the run's folder; None if the run was read from kept numbers.
       row: the row of a table that the run belongs to; "" outside of tables.
       versions: what `versions.json` holds: commit, packages, Python, devices; {} if the run has not written this file.
@@ -168,7 +168,7 @@ class Run:
 
     @property
     def trained(self) -> list[Record]:
-        """The records of the steps after `begun`: the steps that trained, without an evaluation before them."""
+        """The records of the steps after `begun`, which trained. An evaluation before training is left out."""
         return [record for record in self.records if record["step"] > self.begun]
 
     @property
@@ -216,8 +216,8 @@ class Run:
         """{axis: {step: cost from the start of the run to the end of the step}}, from step 0, which costs nothing. The
         axes are "steps", "updates", "completions" (generated, with those that dynamic sampling drops), and "seconds" in
         steps, without evaluations and checkpoints. Of a branch, "steps" and "updates" count those of its parents too.
-        An axis is missing if a step does not record it. The seconds of a step that compiled are replaced by the median
-        of the other steps: compiled programs may be of an earlier run, or compilation may have begun before the step.
+        An axis is missing if a step does not record it, and "seconds" also if every step compiled. The seconds of a
+        step that compiled are replaced by the median of the other steps: an earlier run may have compiled the programs.
         """
         records = self.trained
         steps = [record["step"] for record in records]

@@ -27,7 +27,7 @@ def code(value: object) -> str:
 
 
 def prose(text: object) -> str:
-    """`str(text)` escaped for Markdown, so that its markup, HTML and links are shown as plain text."""
+    """`str(text)` escaped for a place within a line of Markdown: its markup and HTML are shown as plain text."""
     return re.sub(r"([\\`*_\[\]<&~])", r"\\\1", plain(str(text)))
 
 

@@ -76,8 +76,8 @@ def summary_of(run: Run) -> str:
 
 
 def closing_message(run: Run) -> str:
-    """The last lines that a run prints: the first and the last held-out loss and accuracy of each set, if there are
-    any, and the paths of curves.png and summary.md, if they exist. "" without all of these."""
+    """The last lines that a run prints: the first and the last held-out loss, the first and the last accuracy on each
+    held-out set, and the paths of curves.png and summary.md; each line only if the run has it, so maybe ""."""
     assert run.folder is not None
     lines = []
     if losses := series(run.records, "held_out_nll")[1]:
