@@ -84,20 +84,16 @@ def interval(by_problem: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
 
     With the mean m and the sum of squares S = Σ_p (x_p − m)²,
       D = (S + 1) / (P m (1 − m) + 1), the variance between problems as a share of that of verdicts 0 and 1,
-      N = P / D, the number of independent verdicts with as much information: from P on, about P k for like problems,
+      N = P / D, independent verdicts with as much information: at least P, about P k if all are alike,
       c = (N m + 2) / (N + 4),
       c ± t · sqrt(c (1 − c) / (N + 3)), t the 0.975 quantile of Student's t with P + 3 degrees of freedom.
     This is the usual interval of a mean after two right and two wrong verdicts are added: the 1 in D, and the 2 and the
-    4 in c. So the interval has a width even if all problems are right. The part outside [0, 1] is cut off, and the
-    coverage stays the same.
+    4 in c. So the interval has a width even if all problems are right. The part outside [0, 1] is cut off.
 
-    For k = 1, N = P and the interval holds Wilson's. It covers at least 94 %, by exact sums over 1 to 1000 problems and
-    means of 2 to 98 %; for k > 1 and for pass@k at least 93 %, by simulation. The tests have both.
+    For k = 1, N = P and the interval contains Wilson's. It covers at least 94 %, by exact sums over 1 to 1000 problems
+    and means of 2 to 98 %; for k > 1 and for pass@k at least 93 %, by simulation. The tests have both.
 
-    Args:
-      by_problem: f64[..., P], scores in [0, 1].
-
-    Raises ValueError if there is no problem, or a score is outside [0, 1].
+    `by_problem` is f64[..., P], scores in [0, 1]. Raises ValueError if P is 0, or a score is outside [0, 1].
 
     Source: Agresti and Coull 1998 (four verdicts more); Kish 1965 (N and D, the design effect); Korn and Graubard 1998
     (both together). These sources add nothing to D.
@@ -160,12 +156,12 @@ def _checked(correct: Sequence[ArrayLike]) -> list[np.ndarray]:
 
 
 def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The scores of a held-out set from the records of its completions, as JSON can hold them: {"scores": {"Mean@4":
-    {value, standard_error, low, high}, …}, …}, with Mean@k, unbiased pass@1, 2, 4, … k and maj@k. Beside the scores are
-    problems and completions (numbers), k (a list if problems differ), reward (the mean), lengths (`length_statistics`),
-    verdicts (numbers by kind), without_answer (a number), by_problem (a dict for each). If problems have different
-    numbers of completions, pass@k goes up to the smallest number; Mean and maj take all completions. Raises ValueError
-    without a record."""
+    """The scores of a held-out set from its records (as at the top of this file), as JSON can hold them: {"scores":
+    {"Mean@4": {value, standard_error, low, high}, …}, …}, with Mean@k, unbiased pass@1, 2, 4, … k and maj@k. Beside
+    "scores" are problems and completions (numbers), k (a list if problems differ), reward (the mean), lengths
+    (`length_statistics`), verdicts (numbers by kind), without_answer (a number), by_problem (a dict for each). If
+    problems have different numbers of completions, pass@k goes up to the smallest number; Mean and maj take all
+    completions. Raises ValueError without a record."""
     correct, answers, problems = _columns(records)
     counts = sorted({len(rows) for rows in problems})
     label = str(counts[0]) if len(counts) == 1 else f"{counts[0]}–{counts[-1]}"
@@ -222,8 +218,8 @@ def metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def without_verdict(name: str, records: Sequence[Mapping[str, Any]]) -> str:
-    """A line that counts, by cause, as timeout, the records of the set `name` without a verdict: the kinds in `CHANCE`.
-    "" if all have a verdict."""
+    """A line, without its line break, that counts the records of the set `name` without a verdict by kind. The
+    kinds are those in `CHANCE`, such as "timeout". Returns "" if all records have a verdict."""
     kinds = Counter(r["verdict"] for r in records if r["verdict"] in CHANCE)
     counted = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     said = (

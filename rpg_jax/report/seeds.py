@@ -65,8 +65,8 @@ def pooled(values: Values, rows: Sequence[str]) -> dict[int, float]:
 
 def over_starts(values: Values, rows: Sequence[str], others: Sequence[str]) -> Mean:
     """The mean of row − other over starting weights: `rows` and `others` name one row of `values` for each start, in
-    equal order. For each start, the differences are averaged over seeds first. Runs from one start are not independent,
-    so each start counts as one draw. Raises ValueError if the two rows of a start have no seed in common."""
+    equal order. For each start, the differences are averaged over seeds first, since its runs are not independent. The
+    result's `seeds` is the number of starts. Raises ValueError if the two rows of a start have no seed in common."""
     return mean([paired_difference(values[row], values[other]).value for row, other in zip(rows, others, strict=True)])
 
 
@@ -85,7 +85,7 @@ def tally(differences: Sequence[Mean]) -> str:
 
 
 def ranks(values: Sequence[float]) -> list[int]:
-    """The rank of each value: 1 for the largest, 2 for the next. Values that are equal with 9 decimals share a rank."""
+    """The rank of each value: 1 for the largest, 2 for the next smaller. Values equal to 9 decimals share a rank."""
     distinct = sorted({round(v, 9) for v in values}, reverse=True)
     return [distinct.index(round(v, 9)) + 1 for v in values]
 

@@ -24,7 +24,7 @@ Json = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Runs whose configs differ only in seed, places, logs and servers; `label` tells the config from other configs."""
+    """Runs whose configs differ only in seed, places, logs and servers. `label`: the method and two fields at most."""
 
     label: str
     runs: Sequence[Run]
@@ -52,7 +52,8 @@ def _is_aside(field: str) -> bool:
 
 
 def differences(configs: Sequence[Config]) -> list[Json]:
-    """[{"field": name, "values": [its text in each config]}] of the fields, by name, in which configs differ."""
+    """[{"field": name, "values": [its text in each config]}] of the fields in which configs differ, sorted by name.
+    Seed, places, logs and servers are left out. A field that a config lacks has the text "–"."""
     names = dict.fromkeys(name for c in configs for name in c.fields if not _is_aside(name))
     rows = [{"field": name, "values": [_text(c.fields.get(name)) for c in configs]} for name in sorted(names)]
     return [row for row in rows if len(set(row["values"])) > 1]
@@ -101,8 +102,8 @@ def _markdown_line(cells: Sequence[object]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """The cost at which runs are compared: `amount` steps, completions or seconds, as `axis` says. This is all that the
-    cheapest run has spent."""
+    """The cost at which runs are compared: `amount` steps, completions or seconds, as `axis` says. The cheapest run,
+    whose name is `run`, has spent this amount until its end."""
 
     axis: str
     amount: float
@@ -135,9 +136,10 @@ class Row:
       spent: {axis that all runs of the config record: cost up to the last step within the budget, the mean over runs}.
       scores: {(set, quantity): score in %}.
       ranks: {(set, quantity): 1 for the best config, 2 for the second, …}. A column has no ranks if it has fewer than
-        two configs, if a config in it has fewer than three seeds, or if evaluations differ.
-      differences: {set: Last minus Last of the first config in percentage points, paired by seed}; {} in the first row.
-      left_out: {set: why its difference is left out}.
+        two configs, if a config in it has fewer than three seeds, or if evaluations cannot be compared.
+      differences: {set: Last minus Last of the first config in percentage points, paired by seed}, without sets in
+        `left_out` or without a common seed; {} in the first row.
+      left_out: {set: why its evaluations cannot be compared with those of the first config}.
       kl: KL to the reference in millinats per token, over the last third of the steps within the budget; None without
         this metric.
     """
@@ -153,8 +155,8 @@ class Row:
 
 
 def rows_within(configs: Sequence[Config], budget: Budget) -> list[Row]:
-    """A row for each config, in order, of its runs up to the last step within the budget, which may be 0, with
-    intervals over seeds and differences to the first config. All runs record the budget's axis."""
+    """A row for each config, in order, with intervals over seeds and differences to the first config. A run counts up
+    to its last step within the budget, at least step 0. Raises KeyError if a run does not record the budget's axis."""
     cuts = [[(run, run.last_step_within(budget.axis, budget.amount)) for run in config.runs] for config in configs]
     scored = [[(run, s) for run, step in own if (s := run.scores(step))] for own in cuts]
     columns = dict.fromkeys((name, q) for own in scored for _, s in own for name in s for q in QUANTITIES)
