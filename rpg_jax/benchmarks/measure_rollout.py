@@ -32,10 +32,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, peers: Mapping[str, Peer] = MappingProxyType({})) -> Iterator[dict[str, Any]]:
-    """Yields one measurement, a dict. Each driver has its medians of seconds and tokens/s over --repeats, its means of
-    decode seconds and of other seconds, and its slot occupancy. `peers`, by name, generate as many completions, in
-    turn; in the end they are closed. The fields of the first driver, `orchestrator` where JetStream is installed, have
-    no prefix. `peak_bytes` is the memory of this process. Raises ValueError if a peer made another number of tokens."""
+    """Yields one measurement, a dict: for each driver its medians of seconds and tokens/s over --repeats, its means of
+    decode seconds and of other seconds, and its slot occupancy. The fields of the first driver have no prefix. Those of
+    lockstep beside JetStream's begin with "lockstep_". `peers`, by name, make as many completions in turn, and are
+    closed in the end. `peak_bytes` is this process's. If a peer made another number of tokens, raises ValueError."""
     work = PRESETS[arguments.preset]
     if jax.default_backend() == "cpu":
         cli.keep_buffers()  # as a run does

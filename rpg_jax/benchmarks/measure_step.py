@@ -114,7 +114,7 @@ class Contender:
         self.times.append((time.perf_counter() - began, time.process_time() - used))
 
     def result(self, of: float | None = None) -> dict[str, Any]:
-        """Returns the measurement over all updates, a dict. `of`: the first setting's median seconds; None: its own."""
+        """Returns the measurement of all `update` calls, a dict. `of_first` in it: median seconds / `of` (None: 1)."""
         one, (ours, used) = self.one, zip(*self.times, strict=True)
         layout, seconds = one.layout, statistics.median(ours)
         asked: Any = self.compiled.memory_analysis()

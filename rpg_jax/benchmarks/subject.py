@@ -41,10 +41,10 @@ class Peer(Protocol):
 
     @property
     def first(self) -> Mapping[str, Any]:
-        """The measurements of the first piece of work, by field."""
+        """The measurements of the first piece of work, by field: of an update `first_step_seconds`."""
 
     def work(self) -> Mapping[str, Any]:
-        """Works once more and returns its measurements, `seconds` among them."""
+        """Works once more and returns `seconds`, with the `tokens` of a rollout or the `peak_bytes` of an update."""
 
     def close(self) -> None:
         """Ends the library's process."""
@@ -99,7 +99,7 @@ class Subject:
 
     @property
     def step_flops(self) -> float:
-        """The model's operations in an update, on all devices. Of recomputation, that of the logits alone counts."""
+        """The model's operations in an update, on all devices. Recomputation counts for logits only, adapters never."""
         rows, length, predicted, *_ = self.shape
         sizes: dict[str, Any] = {"rows": rows, "length": length, "predicted": predicted}
         return training_flops(self.layout.model, **sizes, frozen=self.layout.lora is not None)
@@ -180,7 +180,7 @@ def _fields(preset: str) -> Mapping[str, Any]:
 
 
 def peak_flops() -> float | None:
-    """Returns peak bf16 operations per second of all devices of the run together; None if their kind is unknown."""
+    """Returns peak operations per second of all devices, in bf16 (V100, T4: f16); None if their kind is unknown."""
     device = jax.devices()[0]
     if device.platform == "tpu":
         kind = _TPU_KINDS.get(device.device_kind)
