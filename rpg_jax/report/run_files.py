@@ -168,7 +168,7 @@ class Run:
 
     @property
     def trained(self) -> list[Record]:
-        """The records of the steps after `begun`, which trained. An evaluation before training is left out."""
+        """The records of the trained steps, those after `begun`. An evaluation before training is left out."""
         return [record for record in self.records if record["step"] > self.begun]
 
     @property

@@ -161,7 +161,7 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     "scores" are problems and completions (numbers), k (a list if problems differ), reward (the mean), lengths
     (`length_statistics`), verdicts (numbers by kind), without_answer (a number), by_problem (a dict for each). If
     problems have different numbers of completions, pass@k goes up to the smallest number; Mean and maj take all
-    completions. Raises ValueError without a record."""
+    completions. There must be at least one record."""
     correct, answers, problems = _columns(records)
     counts = sorted({len(rows) for rows in problems})
     label = str(counts[0]) if len(counts) == 1 else f"{counts[0]}–{counts[-1]}"

@@ -131,7 +131,7 @@ def _definition(given: Any) -> Any:
 def named(rewards: Callable[..., Any] | str | Mapping[Any, float]) -> tuple[dict[str, float], dict[str, Callable]]:
     """Returns (the weight of each part by name, the functions among the parts by the same names). `rewards` is a
     function or the name of a part, with weight 1, or {function or name: weight}. A function gets the name
-    "module:qualname", and a name goes through `in_file`; other names are not checked here. Raises ValueError if
+    "module:qualname". A name goes through `in_file`, and is not checked further. Raises ValueError if
     `rewards` has another form or is empty, a weight is no number, two parts have one name, a file is missing, or a
     function cannot be called as (completion, answer, prompt) or (completion, answer)."""
     if isinstance(rewards, list | set) or rewards in ("", {}):

@@ -109,9 +109,9 @@ def extract_answer(completion: str, verifier: str | None = None) -> str | None:
 
 def normalise(answer: str) -> str:
     """Returns the spelling in which `math_dapo` and `boxed` compare the answer. The main rules, in order: keep the text
-    after the last "="; drop articles, escaped dollars, all blanks, unit words and LaTeX spacing; replace a line by its
-    first $…$, if any; drop \\text, \\textbf, \\overline and \\boxed, but not what is inside; write \\frac12 and
-    \\sqrt2 with braces; drop dollars; drop the commas if all else is digits."""
+    after the last "="; drop "a " and "an " even at a word's end, \\$, spaces, unit words even inside a word, and LaTeX
+    spacing; replace a line by its first $…$, if any; drop \\text, \\textbf, \\overline and \\boxed, but not what is
+    inside; write \\frac12 and \\sqrt2 with braces; drop dollars; drop the commas if all else is digits."""
     answer = answer.rpartition("=")[2]
     for before, after in _REWRITES:
         answer = answer.replace(before, after)

@@ -184,7 +184,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         `texts` has for each problem the texts of its completions. The result has an answer in the place of each text,
         or None where none is found. The verifier that decides accuracy says how answers are read (`extract_answer`; for
         "math_verify", worker processes read and compare them, which takes time). Equal answers to a problem are the
-        same text. Raises ValueError if "by_source" meets an unknown source."""
+        same text. Raises ValueError if "by_source" meets an unknown source; ChildProcessError as the pool does."""
         by_source = self._accuracy == BY_SOURCE
         places = collections.defaultdict[str, list[int]](list)
         for place, problem in enumerate(problems):

@@ -233,7 +233,7 @@ def check(
 
 
 def deciding_part(weights: Mapping[str, float], accuracy: str | None) -> str:
-    """Returns the name of the part that decides accuracy: `accuracy`, or if None the first verifier of `weights`."""
+    """Returns the part that decides accuracy: `accuracy`, or if None the first verifier. `weights` has a verifier."""
     return accuracy or next(filter(is_verifier, weights))
 
 
