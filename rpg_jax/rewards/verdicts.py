@@ -129,7 +129,7 @@ def check_call(function: Callable[..., Any], path: str, arguments: Sequence[str]
     A function without a signature, as some builtin functions are, gets all. `path`, "module:function", is for messages.
 
     Raises ValueError if the function cannot be called so, if its `completion` or `prompt` stands in another place, or
-    if it takes `completions` or `prompts`: it would expect lists, as TRL's rewards do.
+    if it would get a text as `completions` or `prompts`: it would expect lists, as TRL's rewards do.
     """
     try:
         signature = inspect.signature(function)
