@@ -218,7 +218,7 @@ def metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def without_verdict(name: str, records: Sequence[Mapping[str, Any]]) -> str:
-    """A line, without its line break, that counts the records of the set `name` without a verdict by kind. The
+    """A line, without its line break, that counts by kind the records of the set `name` without a verdict. The
     kinds are those in `CHANCE`, such as "timeout". Returns "" if all records have a verdict."""
     kinds = Counter(r["verdict"] for r in records if r["verdict"] in CHANCE)
     counted = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))

@@ -151,7 +151,7 @@ class Judge:
     def run(self, items: Sequence[Item]) -> list[Verdict]:
         """Waits for one verdict per (completion, answer, prompt), and returns them in order. Equal items are sent once.
         A request that failed for a passing cause is sent again within its deadline, up to 4 times in all. If no
-        attempt succeeds, its items get verdicts with an error, and a later call asks again about these items."""
+        attempt succeeds, the items of the request get verdicts with an error, and a later call asks for them again."""
         with self._lock:
             verdicts = {item: Verdict(self._known[item]) for item in set(items) if item in self._known}
         new = [item for item in dict.fromkeys(items) if item not in verdicts]
