@@ -39,9 +39,8 @@ LEARNED_ADVANTAGES = Table(Declared)
 
 @ADVANTAGES.declare(r"R_i - \tfrac1G \textstyle\sum_j R_j")
 def group_mean(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
-    """R_i − mean of the group's counted rewards, f[P, G] as the rewards (RPG, arXiv:2505.17508). Without meaning where
-    `counted` bool[P, G] (None: all) is False. Exactly 0 if all counted rewards of a group are equal; the reward itself
-    if G = 1."""
+    """R_i − mean of the group's counted rewards, f[P, G] as the rewards (RPG, arXiv:2505.17508). No meaning where
+    `counted` bool[P, G] (None: all) is False. 0 if a group's counted rewards are equal; the reward itself if G = 1."""
     if rewards.shape[1] == 1:
         return rewards
     one = rewards[:, :1]
@@ -56,14 +55,15 @@ def group_mean(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Arra
 
 @ADVANTAGES.declare(r"R_i - \mathrm{mean}_\mathrm{batch}(R)", over="batch")
 def batch_mean(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
-    """R_i − mean of the batch where `counted` bool[P, G] (None: all); f[P, G] as the rewards."""
+    """R_i − mean of the batch's counted rewards, f[P, G] as the rewards. `counted` is bool[P, G]; None counts all."""
     return rewards - jnp.mean(rewards, where=counted)
 
 
 @ADVANTAGES.declare(r"(R_i - \mathrm{mean}_\mathrm{group}(R)) / (\mathrm{std}_\mathrm{group}(R) + 10^{-6})")
 def group_standardised(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
-    """(R_i − mean)/(std + 1e-6) of the group, f[P, G] as the rewards (GRPO, arXiv:2402.03300; DAPO). Mean and std,
-    which divides by the number minus 1, are over `counted` bool[P, G] (None: all). For G = 1 std is 1."""
+    """(R_i − mean)/(std + 1e-6) of the group's counted rewards, f[P, G] as the rewards (GRPO, arXiv:2402.03300; DAPO).
+    std divides by the number minus 1. For G = 1 the result is R_i/(1 + 1e-6). The result has no meaning where `counted`
+    bool[P, G] (None: all) is False. A larger group with one counted completion has NaN, where `advantages` has 0."""
     centred = group_mean(rewards, counted)
     deviation = jnp.std(centred, axis=1, keepdims=True, ddof=1, where=counted) if rewards.shape[1] > 1 else 1.0
     return centred / (deviation + STANDARD_DEVIATION_FLOOR)
@@ -71,8 +71,8 @@ def group_standardised(rewards: jax.Array, counted: jax.Array | None = None) -> 
 
 @ADVANTAGES.declare(r"R_i - \tfrac{1}{G-1} \textstyle\sum_{j \ne i} R_j")
 def leave_one_out(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
-    """R_i − mean of the group's other completions where `counted` bool[P, G] (None: all); f[P, G] as the rewards (RLOO,
-    arXiv:2402.14740). A completion without another counted completion has its reward."""
+    """R_i − mean of the group's other counted rewards, or R_i if there are none; f[P, G] as the rewards (RLOO,
+    arXiv:2402.14740). No meaning where `counted` bool[P, G] (None: all) is False."""
     if rewards.shape[1] == 1:
         return rewards
     if counted is None:
@@ -90,7 +90,7 @@ def maxrl(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
     The paper assumes a reward of two values. For such a reward with success rate p the advantage is the paper's (s −
     p)/p, s ∈ {0, 1}, whatever the two values are. The expected gradient over groups is Σ_{k=1}^{G−1} ∇pass@k / k, the
     first terms of the series of ∇log p. In a group of one the advantage is the reward. Mean and min are over `counted`
-    bool[P, G] (None: all).
+    bool[P, G] (None: all); where `counted` is False the result has no meaning.
     """
     if rewards.shape[1] == 1:
         return rewards

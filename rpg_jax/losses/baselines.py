@@ -67,7 +67,7 @@ def grpo(
         (arXiv:2505.17508, section 3).
       kl_clamp: bound of k3. A k3 beyond the bound has no gradient. The public code of arXiv:2505.17508 has 10; None is
         no bound. With and without a bound log(π_ref/π_θ) counts as at most `OVERFLOW`, 40 nats. The metric
-        `kl_clamp_fraction` counts the tokens beyond a bound. `importance` does not read `kl_clamp`.
+        `kl_clamp_fraction` is the fraction of tokens beyond either limit. `importance` has no limit, nor the metric.
 
     Raises ValueError without `ref_logprobs`, unless β is the number 0.
     """

@@ -34,7 +34,7 @@ def gae(
     Args:
       rewards: f[B, T], the reward of each token: usually a completion's reward at its last token, 0 elsewhere.
       values: f[B, T], V_t of the prefix that token t continues.
-      mask: [B, T]; a token whose mask is 0 takes no time: neither γ nor λ discounts at this token, and t + 1 skips it.
+      mask: [B, T]; a token with mask 0 is left out: its reward and V are not read, t + 1 skips it, nothing discounts.
       completion_ids: i32[B, T], tells the completions of a packed row apart; None is one completion a row.
       gamma, gae_lambda: γ and λ, in [0, 1], or ValueError.
 
@@ -58,7 +58,7 @@ def value_loss(values: jax.Array, old_values: jax.Array, returns: jax.Array, *, 
     Args:
       values: f[B, T], V of the critic in training; the only argument with a gradient.
       old_values, returns: f[B, T], V_old of the critic before the first update on these tokens, and R.
-      clip: ε > 0, in units of reward, or ValueError; None for the plain squared error, without the event `value_clip`.
+      clip: ε > 0, in units of reward, or ValueError; None: ½ (V − R)² alone. The event `value_clip` needs a clip.
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"the clip of values must be > 0, or None for no clip; got {clip}")
