@@ -50,14 +50,14 @@ def policy_loss(
       advantages: f[B, T] or f[B].
       mask: [B, T], nonzero at a token that the update trains on. Elsewhere all but the ids may hold anything, even NaN.
       ref_logprobs: f[B, T], log π_ref; None where the reference is the behaviour policy.
-      sampler_logprobs: f[B, T], log π_s as the rollout engine reported it; None without a correction and its metrics.
+      sampler_logprobs: f[B, T], log π_s as the rollout engine reported it, or None: no correction, no metrics of π_s.
       completion_ids: i32[B, T] in 0 … T, tells the completions of a packed row apart (0 is padding); None is one
         completion a row.
       group_ids: i32[B, T] or i32[B] in 0 … B·T, the prompt of each completion. Only rpg with level="sequence" reads the
         ids, for the KL's leave-one-out baseline; rpg of another level raises ValueError. None: the advantages hold the
         baseline (`kl_baseline`), or the KL has no baseline.
       prefix_kl: the KL to the reference at the tokens' prefixes, the field `kl` of `token_divergences`. Only rpg with
-        estimator="exact" trains on the KL; with every loss the metrics have its mean, `kl_exact`.
+        estimator="exact" trains on the KL; with every loss the metric `kl_exact` is the mean of `prefix_kl.reverse`.
       **hyperparameters: of the loss (the keyword arguments of its function), and for every loss `aggregate`, a name of
         `AGGREGATES` (default: the loss's own); `constant_length` in tokens, for aggregate `constant`;
         `sampler_correction`, a name of `SAMPLER_CORRECTIONS` or None: the correction for tokens that π_s drew, not
@@ -69,8 +69,8 @@ def policy_loss(
 
     Raises:
       ValueError: an unknown name or hyperparameter, a value out of its range, hyperparameters that contradict each
-        other, shapes that do not match, log-probabilities in 16 bits, or a missing reference or sampler
-        log-probability.
+        other, shapes that do not match, log-probabilities in 16 bits, or a missing argument that the loss needs:
+        `ref_logprobs`, `sampler_logprobs`, `prefix_kl`, `constant_length` or a hyperparameter without a default.
     """
     tokens = checked(
         logprobs=logprobs,
@@ -134,8 +134,9 @@ def of_arrays(loss: Loss | Callable[..., TokenLoss]) -> Callable[..., tuple[jax.
         value, metrics = of_arrays(loss)(logprobs, behaviour_logprobs, advantages, mask, tau=0.5)
 
     `loss` is a function (tokens, *, hyperparameters) -> `TokenLoss`, of this package or your own (see `declaration`),
-    or a `Loss` of such a function. The returned function takes the arguments of `policy_loss` except
-    `sampler_logprobs`; its docstring explains them. `value` is sum / weight. Raises TypeError as `Loss`.
+    or a `Loss` of such a function. The returned function takes the arguments of `policy_loss`, but none for the
+    sampler's correction. `value` is sum / weight, 0 without a trained token, and `metrics` are the metrics of
+    `policy_loss`. Raises TypeError and NameError as `Loss`.
     """
     rows = [loss] if isinstance(loss, Loss) else [row for row in LOSSES.values() if row.function is loss]
     declared = rows[0] if rows else Loss(loss)

@@ -49,8 +49,7 @@ ClipDual = Annotated[float | None, Range("(1, inf]")]
 
 def declared(function: Callable[..., Any]) -> dict[str, Any]:
     """A function's keyword-only arguments: name -> annotation, where `Literal[words]` becomes `Annotated[str, words]`,
-    `words` being a tuple. Raises TypeError for an argument whose annotation is neither `Literal[...]` nor
-    `Annotated[...]`."""
+    `words` a tuple. Raises TypeError for another annotation or none, NameError for an annotation that names nothing."""
     hints, names = typing.get_type_hints(function, include_extras=True), list(keywords(function))
     for name in names:
         if typing.get_origin(hints.get(name)) is Literal:
@@ -180,7 +179,7 @@ class TokenLoss:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loss:
-    """A declared loss. Raises the TypeError of `declared`, for an argument that does not declare its values.
+    """A declared loss. Raises TypeError or NameError as `declared`, for an argument that does not declare its values.
 
     Attributes:
       function: (tokens, **hyperparameters) -> `TokenLoss`.
@@ -204,7 +203,7 @@ class Loss:
         object.__setattr__(self, "hyperparameters", declared(self.function))
 
     def latex(self, **hyperparameters: Any) -> str:
-        """LaTeX of a token's loss with these hyperparameters; "" if the loss declares no equation."""
+        """LaTeX of a token's loss with these hyperparameters, or "". `rpg` needs `divergence` and `estimator`."""
         return self.equation if isinstance(self.equation, str) else self.equation(**hyperparameters)
 
     def check(self, given: Mapping[str, Any], of_every_loss: Mapping[str, Any]) -> None:

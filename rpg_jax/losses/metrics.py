@@ -26,8 +26,8 @@ _SHOWN = 40.0
 def token_metrics(tokens: Tokens, events: dict[str, jax.Array]) -> Metrics:
     """The metrics of tokens and of their loss's `events` (name -> bool[B, T]), as name -> (sum, weight), f32 scalars.
 
-    importance_ratio: mean w = π_θ/π_old. log_ratio_max: max |log π_θ − log π_old|. ratio_bounded_fraction: fraction of
-      tokens whose ratio the losses bound at e²⁰ (`tokens.bounded_exp`).
+    importance_ratio: mean w = π_θ/π_old. log_ratio_max: (max |log π_θ − log π_old|, 1). ratio_bounded_fraction: the
+      fraction of tokens whose ratio the losses bound at e²⁰ (`tokens.bounded_exp`).
     kl: w·k3 = w log r − w + ρ, whose mean under π_old is KL(π_θ‖π_ref) in nats per token at the prefixes that π_old
       wrote: unbiased and never negative, except where w or ρ is bounded at e²⁰. Without `ref_logprobs` π_ref is π_old.
     kl_exact: KL(π_θ‖π_ref) of the next-token distributions in nats, summed over the vocabulary; where `prefix_kl` is

@@ -34,9 +34,9 @@ class Tokens:
 
     `logprobs`, log π_θ, and `prefix_kl` carry a gradient; the other arrays are constants. `behaviour_logprobs` is log
     π_old; `ref_logprobs` is log π_ref (None: π_ref is π_old); `sampler_logprobs` is log π_s, of the rollout engine.
-    Only the estimator `exact` reads `prefix_kl`. `mask` is bool, True at tokens that the update trains on. At the other
-    tokens all log-probabilities, KLs and advantages are 0, so every ratio is 1. `completion_ids` i32 tells a row's
-    completions apart (None: one a row), and `group_ids` i32 is the prompt of each token's completion.
+    Only the estimator `exact` and the metrics read `prefix_kl`. `mask` is bool, True at tokens that the update trains
+    on. At the other tokens log-probabilities, KLs and advantages are 0, so every ratio is 1. `completion_ids` i32 tells
+    a row's completions apart (None: one a row), and `group_ids` i32 (or None) is the prompt of a token's completion.
     """
 
     logprobs: jax.Array
