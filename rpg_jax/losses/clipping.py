@@ -30,12 +30,12 @@ class Bounds:
 
     @property
     def lower(self) -> float | jax.Array:
-        """1 − ε₁."""
+        """1 − `low`, the lower bound of the ratio."""
         return 1 - self.low
 
     @property
     def upper(self) -> float | jax.Array:
-        """1 + ε₂."""
+        """1 + `high`, the upper bound of the ratio."""
         return 1 + self.high
 
     @property
@@ -87,8 +87,8 @@ def rpg_region(advantage: jax.Array, w: jax.Array, bounds: Bounds) -> Region:
 def weighted(weight: jax.Array, tokens: Tokens, estimator: str, stopped: jax.Array | None = None) -> jax.Array:
     """A loss whose gradient is −weight · ∇log π_θ; f[B, T], to be minimised.
 
-        `reinforce`        −SG(weight) · log π_θ
-        `differentiable`   −SG(weight) · π_θ/SG(π_θ), whose value is −weight
+        `reinforce`, `exact`   −SG(weight) · log π_θ
+        `differentiable`       −SG(weight) · π_θ/SG(π_θ), whose value is −weight
 
     Where `stopped` bool[B, T] is True, the gradient is zero and the value does not change. `weight` is f[B, T].
     """

@@ -164,7 +164,7 @@ def opmd(
 
     β is `kl_coef`, `penalty_level` chooses the line; A is the advantage, r = π_θ/π_ref (π_old without `ref_logprobs`).
     The gradient is −(A − β log r) ∇log π_θ, without an importance weight: the loss is the squared error of β log r
-    against A over completions of π_old. Over completions it ends where β log r + λw = A, λ = −β E_old[log r]: the
+    against A over completions of π_old. With `completion` the optimum has β log r + λw = A, λ = −β E_old[log r]: the
     optimum for a mixture of KL and χ², not for KL alone (arXiv:2602.05933).
 
     Source: arXiv:2501.12599 section 2.3.2, the gradient of the surrogate, with β = τ and π_ref for the policy at the

@@ -45,19 +45,19 @@ class Options(NamedTuple):
 
 
 class Completions:
-    """Sums and importance weights of completions, f[B, T]. Everything here is constant in θ, and so are the attributes
-    `log_w`, `log_rho` and `log_r`, the log-ratios of each of the `tokens`."""
+    """Sums and importance weights of completions, f[B, T]. The weights are constant in θ, and so are the attributes
+    `log_w`, `log_rho` and `log_r`, the log-ratios of each of the `tokens`. A sum has a gradient if the terms have."""
 
     def __init__(self, tokens: Tokens):
         self.tokens = tokens
         self.log_w, self.log_rho, self.log_r = (stop_gradient(x) for x in (tokens.log_w, tokens.log_rho, tokens.log_r))
 
     def whole(self, x: jax.Array) -> jax.Array:
-        """Σ_t x_t of a completion, at each of its tokens; x is f[B, T]."""
+        """Σ_t x_t over the trained tokens of a completion, f[B, T], at each of its tokens; x is f[B, T]."""
         return masking.completion_sum(x, self.tokens.mask, self.tokens.completion_ids)
 
     def prefix(self, x: jax.Array) -> jax.Array:
-        """Σ_{u ≤ t} x_u, from the first token of the completion to token t; x is f[B, T]."""
+        """Σ_{u ≤ t} x_u over the trained tokens of the completion up to token t, f[B, T]; x is f[B, T]."""
         return masking.completion_scan(x, self.tokens.mask, self.tokens.completion_ids)
 
     def ratio(self, options: Options) -> jax.Array:
@@ -123,7 +123,8 @@ def to_go(tokens: Tokens, divergence: Divergence, options: Options) -> GradientW
     on-policy. With `token`, λ = 0 and c = 0, G_t is the gradient weight of single tokens (`rpg_tokens`).
 
     With `options.exact`, `prefix_divergence` has the divergences of the tokens themselves. Then G_t = C A − β P_t F_t,
-    and d_t = a KL(π_θ‖π_ref) at the prefix of token t, summed over the vocabulary. The result is constant in θ.
+    and d_t = a KL(π_θ‖π_ref) at the prefix of token t, summed over the vocabulary. The result is constant in θ. Raises
+    ValueError for a divergence that is defined for tokens alone, and for `options.exact` without `tokens.prefix_kl`.
     """
     x, (a, b, c) = Completions(tokens), divergence.of_completions()
     w, prefix, kl_coef = bounded_exp(x.log_w), x.prefix_ratio(options), options.kl_coef

@@ -63,9 +63,8 @@ def token_logprobs(
         leading axes stay whole, so that a batch axis keeps its sharding.
       entropy: also return the entropy, nats.
       cut: how the arrays lie on a mesh; hidden is then [B, T, D]. None: the arrays are whole.
-      used: i32[], the number of leading positions of the T axis whose numbers are wanted. Of several
-        chunks a device leaves out the chunks after its first `used` positions: their outputs and gradients are 0. None
-        computes all chunks.
+      used: i32[], the number of leading positions of the T axis that are wanted; None: all. Of several chunks a device
+        leaves out the chunks after its first `used` positions: the outputs and gradients of these chunks are 0.
 
     Returns:
       log-probabilities f32[..., T], nats (f64 for f64 inputs), and entropy f32[..., T] or None.
@@ -126,7 +125,7 @@ def token_divergences(
       used: i32[], the number of leading positions of the T axis whose numbers are wanted, as in `token_logprobs`.
 
     Raises ValueError for shapes that do not match, temperature <= 0, chunk_size < 1, a cut that does not fit the
-    shapes, or a reference with another vocabulary or other tokens.
+    shapes, or a reference with another V, or with other leading dimensions than `hidden`.
 
     Source: the Rao-Blackwell estimate of arXiv:2504.10637 is the sum of `reverse` over the tokens of a completion.
     """

@@ -70,9 +70,9 @@ def row(
 
 
 def regularized(divergence: str, estimator: str, *, source: str, **changed: Any) -> Method:
-    """A row of RPG: group-mean advantages, token mean, clip `dual`, β = 1e-4, DAPO's sampling and shaping. `estimator`
-    is "differentiable" or "reinforce", and chooses the learning rate of the public recipes. `changed` replaces
-    hyperparameters of `rpg` in this recipe, for example kl_coef=0.1, or the `learning_rate`."""
+    """A row of RPG: group-mean advantages, token mean, reference `every`, clip `dual` with `CLIP_HIGHER`, β = 1e-4,
+    DAPO's sampling and shaping. `estimator` is "differentiable" or "reinforce", and sets the learning rate. `changed`
+    replaces hyperparameters of `rpg` in this recipe, for example kl_coef=0.1, or the `learning_rate`."""
     recipe: dict[str, Any] = {"divergence": divergence, "estimator": estimator, "clip": "dual", "kl_coef": 1e-4}
     recipe["learning_rate"] = {"differentiable": 1e-6, "reinforce": 5e-7}[estimator]
     return row(rpg, "group_mean", source, reference="every", dapo_batches=True, **recipe | CLIP_HIGHER | changed)
@@ -101,9 +101,9 @@ GRPO: dict[str, Any] = {"reference": "fixed", "kl_coef": 1e-3, **SYMMETRIC_CLIP}
 def of_completions(divergence: str, source: str, **hyperparameters: float | str) -> Method:
     """A row of RPG for completions: leave-one-out advantages, a fixed reference, completions count by their token sums.
 
-    `hyperparameters` of `rpg` replace values of the recipe. Dynamic sampling is off: it would drop groups whose rewards
-    are equal, and the KL of these groups too. `COMPLETIONS` has no RPG-SEQ row of an unnormalized divergence: the
-    baseline removes its mass term, so its gradient is the gradient of the normalized divergence.
+    `hyperparameters` of `rpg` replace values of the recipe; the bounds of the clip are always `CLIP_HIGHER`. Dynamic
+    sampling is off: it would drop groups with equal rewards, and the KL of these groups too. `COMPLETIONS` has no
+    RPG-SEQ row of an unnormalized divergence, because the baseline removes the mass term.
     """
     recipe: dict[str, Any] = {"estimator": "reinforce", "level": "sequence", "clip": "dual", "kl_coef": 0.1}
     return row(

@@ -186,9 +186,8 @@ def rpg_completions(
       trace_decay, trace_cap: λ and c̄ of `to_go`.
 
     Raises ValueError for `product` with a clip, `behaviour` or `group_ids` with `to_go`, a trace or a cap that nothing
-    reads and that is not the default, `exact` without `prefix_kl`, or `exact` with `sequence`: the return of `sequence`
-    has the sample's own log-ratio, and with a sum over the vocabulary instead there is noise at the optimum too.
-    Source: ours, see `completions`.
+    reads and that is not the default, `exact` without `prefix_kl`, or `exact` with `sequence`, whose return has the
+    log-ratio of the sample. Source: ours, see `completions`.
     """
     d, bounds = DIVERGENCES[divergence], Bounds(clip_low, clip_high, clip_dual)
     options = completions.Options(kl_coef, weight, weight_cap, kl_ratio, trace_decay, trace_cap, estimator == "exact")
