@@ -59,17 +59,17 @@ class Failure(NamedTuple):
 
 
 def publish_failure(reason: str, code: int) -> None:
-    """Tells all processes that this process ends with exit code `code` for the reason in the line `reason`. Only the
-    first failure of a run is kept: a later call does nothing, nor does a call after the coordination service has ended.
-    """
+    """Tells all processes that this process ends with exit code `code` for the reason in the line `reason`. A run keeps
+    only the first failure: a later call does nothing, nor does a call after the coordination service has ended. The
+    process must have joined the others by `jax.distributed`."""
     failure = Failure(distributed.global_state.process_id, socket.gethostname(), reason, code)
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # the key exists, or the service has gone
         _service().key_value_set(_FAILURE, json.dumps(failure))
 
 
 def published_failure() -> Failure | None:
-    """Returns the first failure that a process has published; None if there is none yet. It waits for no process.
-    Raises jax.errors.JaxRuntimeError if the coordination service does not answer."""
+    """Returns the first failure that a process has published; None if there is none yet. Waits for no process. Raises
+    jax.errors.JaxRuntimeError if the coordination service does not answer. The process must have joined the others."""
     try:
         return Failure(*json.loads(_service().key_value_try_get(_FAILURE)))
     except jax.errors.JaxRuntimeError as error:
@@ -79,7 +79,7 @@ def published_failure() -> Failure | None:
 
 
 def barrier(name: str, patience_ms: int = _PATIENCE_MS) -> None:
-    """Waits until every process has called it: a collective. With one process it returns at once. Messages show `name`.
+    """Waits until every process has called `barrier`, a collective; a single process does not wait. Errors show `name`.
     Raises jax.errors.JaxRuntimeError if a process is missing for `patience_ms` milliseconds (default: a week)."""
     if jax.process_count() > 1:
         _service().wait_at_barrier(f"rpg_jax/{next(_calls)}/{name}", patience_ms)
@@ -214,10 +214,7 @@ def gathered(x: jax.Array) -> np.ndarray:
 
 
 def local_copies(tree: Tree, shardings: Tree) -> Tree:
-    """Returns a whole copy of a tree of arrays on each host. A collective over the devices.
-
-    First, one reshard replicates the arrays over hosts and shards them within each host. Then each host makes local
-    arrays of the shards on its own devices.
+    """Returns a whole copy of a tree of arrays on each host, on its own devices. A collective over the devices.
 
     Args:
       tree: arrays that are sharded over the devices of all hosts.

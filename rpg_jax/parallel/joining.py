@@ -27,9 +27,9 @@ _failing = threading.Event()
 
 
 def initialize(arguments: dict[str, Any]) -> None:
-    """Joins the other processes, with the `arguments` that `settings` returned; returns when all have joined. From then
-    on, this process ends if another process publishes that it has failed, with the exit code of the failure. At its own
-    end this process waits for the others."""
+    """Joins the other processes with the `arguments` that `settings` returned, and returns when all have joined. JAX
+    aborts this process if some do not come within half an hour. Later, when another process publishes a failure, this
+    process prints it and ends with the exit code of the failure. At its own end this process waits for the others."""
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM and let the process go on
     jax.distributed.initialize(**arguments)
     _keep_every_program()
@@ -110,10 +110,11 @@ def _leave(code: int) -> None:
 
 
 def settings(heartbeat_timeout: int | None = None) -> dict[str, Any] | None:
-    """Returns the arguments of `jax.distributed.initialize`, from the environment; None without
-    JAX_COORDINATOR_ADDRESS, for a run of one process. `heartbeat_timeout` is the number of seconds after which a silent
-    process counts as lost; None: JAX's own. Raises ValueError if several processes have no coordinator, a rank is
-    missing or out of range, or a variable is no number."""
+    """Returns the arguments of `jax.distributed.initialize` from JAX_COORDINATOR_ADDRESS (host or host:port),
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID, the rank. JAX finds number and rank on TPU slices. Returns None without an
+    address, for a run of one process. A process that is silent for `heartbeat_timeout` seconds counts as lost; None:
+    JAX's own number. Raises ValueError if several processes have no address, a rank is missing or out of range, or a
+    number is not whole."""
     env = os.environ
     coordinator = env.get("JAX_COORDINATOR_ADDRESS")
     processes, process_id = _number("JAX_NUM_PROCESSES"), _number("JAX_PROCESS_ID")
