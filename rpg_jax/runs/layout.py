@@ -129,7 +129,7 @@ def make_layout(
       device_memory: bytes of a device. None: what this process's first device says, or unknown if `host` is given.
 
     Raises ValueError if the mesh does not cover the devices that train, or model, sharding or `rollout.devices` do not
-    fit.
+    fit; and as `model_config`.
     """
     model = model_config(config, vocab_size)
     devices = list(jax.devices() if devices is None else devices)
@@ -165,9 +165,9 @@ def abstract_model(config: ConfigDict, model: models.DecoderConfig) -> tuple[Any
 
 
 def model_config(config: ConfigDict, vocab_size: int | None) -> models.DecoderConfig:
-    """The dimensions of the model of `model.path`, else of the size `model.size`, else those of the config, with
-    `vocab_size` entries in the vocabulary. Raises ValueError if there is no such model, if the model is not supported,
-    or if a dimension or `vocab_size` is not set."""
+    """The dimensions of the model of `model.path`, else of the size `model.size`, else the config's own dimensions with
+    `vocab_size` entries in the vocabulary. Only the config's own dimensions need `vocab_size`. Raises ValueError if the
+    model is missing or not supported, or a needed number is not set; StorageFailure if a bucket cannot be read."""
     m = config.model
     if m.path:
         return models.read_config(models.local_folder(m.path, weights=False))
@@ -197,8 +197,8 @@ def row_shape(config: ConfigDict) -> data.RowShape:
 
 
 def packing_shape(layout: Layout) -> data.RowShape:
-    """The shape of every micro-batch as `row_shape` gives it, with `shared`: a packed row holds a prompt once for all
-    its completions. Raises ValueError if the rows cannot be spread evenly over the data axes of the mesh."""
+    """The shape of every micro-batch as `row_shape` gives it, but `shared` is True if rows are packed, except on TPUs.
+    Raises ValueError if the rows cannot be spread evenly over the data axes of the mesh."""
     shape = row_shape(layout.config)
     ways = parallel.shards("batch", layout.mesh.shape, layout.rules)
     if shape.rows % ways:
@@ -227,14 +227,14 @@ def teacher_folder(config: ConfigDict) -> str | None:
 
 
 def reference_layout(layout: Layout) -> Layout:
-    """The layout of the reference policy: of the teacher in the compute dtype, or `layout` itself without a teacher.
+    """The layout of the reference policy: a teacher's in the compute dtype, or `layout` if the run reads no teacher.
 
     A teacher is the model of `reference.path`, which anchors the KL term and is never trained. The teacher may have
     another family and other widths, and lies on the policy's mesh. Its vocabulary is cut to the entries that the policy
     has: published models of one tokenizer differ in the number of entries that no token has.
 
     Raises ValueError if the teacher is missing or not supported, has fewer entries than the policy, or too short a
-    context for a prompt with its completion."""
+    context for a prompt with its completion; StorageFailure if a bucket cannot be read."""
     if not (path := teacher_folder(layout.config)):
         return layout
     config, own = layout.config, models.read_config(models.local_folder(path, weights=False))

@@ -160,7 +160,8 @@ def offloaded(config: ConfigDict) -> frozenset[str]:
 def open_teacher(layout: Layout, tokenizer: data.Tokenizer, *, offload: bool) -> Taught | None:
     """The teacher of a run: the model `reference.path`, with its weights on devices, or with `offload` in host memory.
     None: there is no teacher, or servers have it. Raises ValueError if the model is missing, damaged or not supported,
-    has a smaller vocabulary or context than the policy needs, or another tokenizer than the policy's, `tokenizer`."""
+    has a smaller vocabulary or context than the policy needs, or another tokenizer than `tokenizer`, the policy's;
+    StorageFailure if a bucket cannot be read."""
     if not (path := teacher_folder(layout.config)):
         return None
     own = reference_layout(layout)
@@ -197,7 +198,8 @@ Draw = Callable[[Layout], Any]
 
 def init_params(layout: Layout) -> Any:
     """The weights of `model.path`, or random weights by `warm_start.seed`, made straight in their shards: a nested dict
-    of arrays in `model.param_dtype`, without adapters. Raises ValueError if the model is missing or damaged."""
+    of arrays in `model.param_dtype`, without adapters. Raises ValueError if the model is missing or damaged,
+    StorageFailure if a bucket cannot be read."""
     m, dtype = layout.config.model, jnp.dtype(layout.config.model.param_dtype)
     if m.path:
         folder = models.local_folder(m.path)
@@ -222,7 +224,8 @@ def open_base(
 
     Weights of `model.path` without a warm start are read by `draw` each time. Random or warm-started weights come from
     `draw` when the run `begins`, or from the `parent` of a branch, and are then written to `base` in `folder`; a run
-    that goes on reads them there. Raises Refused, a ValueError, if the copy in `base` is missing or damaged."""
+    that goes on reads them there. Raises Refused, a ValueError, if the weights in `base` are missing or damaged,
+    StorageFailure if storage fails."""
     if layout.lora is None:
         return None
     if not _keeps_base(layout.config):
@@ -262,7 +265,7 @@ def _keeps_base(config: ConfigDict) -> bool:
 def first_adapters(layout: Layout) -> Any:
     """The adapters before the first update, in their shards, a nested dict of arrays in `model.param_dtype`: those of
     `model.lora.path`, or new adapters by `config.seed`, which leave the policy as it is. The layout must have adapters.
-    Raises ValueError if the adapters of `model.lora.path` are missing or do not fit."""
+    Raises ValueError if the adapters at this path are missing or do not fit, StorageFailure as `init_params`."""
     c, lora = layout.config, layout.lora
     assert lora is not None, "a layout without adapters trains all weights"
     dtype = jnp.dtype(c.model.param_dtype)
