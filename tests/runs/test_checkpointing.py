@@ -7,7 +7,7 @@ from configs import tiny
 from rpg_jax import storage
 from rpg_jax.runs.checkpointing import Checkpointing
 from rpg_jax.runs.resolve import resolve
-from rpg_jax.storage.errors import StorageFailure
+from rpg_jax.storage.errors import Kind, StorageFailure
 from rpg_jax.storage.journal import Journal
 from rpg_jax.types import Completion
 
@@ -21,7 +21,7 @@ def test_a_save_that_fails_at_the_end_costs_no_group_of_the_journal(tmp_path):
 
         def fail():
             close()
-            raise StorageFailure("a checkpoint", "the disk is full", "full")
+            raise StorageFailure("a checkpoint", "the disk is full", Kind.PERMANENT)
 
         kept.checkpoints.close = fail
         with pytest.raises(StorageFailure):
