@@ -118,7 +118,7 @@ class Decoder(nnx.Module):
         Args:
           tokens: i32[P, T], right-padded. A token attends to itself and to all tokens before it in its slot.
           lengths: i32[P], the number of new tokens of each row; 0 writes nothing.
-          cache: a stacked cache. Its `lengths` are not read and stay: the caller sets them.
+          cache: a stacked cache, of capacity T at least. Its `lengths` are not read and stay: the caller sets them.
           slots, starts: i32[P], the slot of each row, and the number of the slot's tokens so far.
         """
         x, k, v, _ = self._over_cache(tokens, starts, extend_attention(cache, slots, starts), (None, None))
@@ -137,10 +137,10 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, KVCache, jax.Array | None]:
         """Takes one new token per slot, `tokens` i32[S], through the model. Slots are independent.
 
-        Token s is written at cache.lengths[s] and attends to itself and to all tokens before it. Every length grows by
-        1, also of full and inactive slots. Returns hidden states [S, D] of the new tokens, the cache, and their k
-        experts [S, L, k] in `Experts.dtype`, or None in a dense model. Raises ValueError unless
-        0 < attend_length <= capacity.
+        Token s is written at cache.lengths[s] and attends to itself and to all tokens before it. A full slot keeps its
+        entries. Every length grows by 1, also of full and inactive slots. Returns hidden states [S, D] of the new
+        tokens, the cache, and the tokens' k experts [S, L, k] in `Experts.dtype`, or None in a dense model. Raises
+        ValueError unless 0 < attend_length <= capacity.
 
         Args:
           attend_length: static; the caller promises that no slot has more tokens, and no more are read. None: all are.

@@ -99,7 +99,7 @@ def load(
 ) -> Params:
     """Loads the parameters of `config` from a folder of safetensors; each device reads its own shard only.
 
-    Host memory holds this host's shards of one (stacked) parameter at a time. Floats are cast to `param_dtype` as they
+    Host memory holds this host's shards of one (stacked) parameter at a time. Numbers are cast to `param_dtype` as they
     are read. `shardings` is a tree like the params; None puts everything on the first local device. If it spans
     processes, all must call `load`: a program on the devices checks that the numbers are finite.
 

@@ -125,8 +125,8 @@ class Saving:
             return sum(file.result() for file in files)
 
     def write_slowly(self, folder: Path, blocks: Iterator[np.ndarray]) -> None:
-        """Writes the files of this process on the main thread, block by block as `fetch` yields them, and consumes all
-        blocks. Host memory holds two blocks. Makes the folder if it is missing. Raises OSError, which names the file.
+        """Writes the files of this process, block by block, and takes all `blocks`, the generator that `fetch`
+        returned. Host memory holds two blocks. Makes the folder if it is missing. Raises OSError, which names the file.
         """
         folder.mkdir(parents=True, exist_ok=True)
         for name, held in self._files[jax.process_index()].items():

@@ -57,8 +57,8 @@ def in_own_shard(index: jax.Array, name: str, size: int) -> tuple[jax.Array, jax
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Returns `x` with the sharding that the rules in force give its dimensions, by their logical names; without rules
-    `x` itself. Raises ValueError unless each dimension has a name, in the rules, and all lie on different mesh axes."""
+    """Returns `x` with the sharding of `partition_spec(*names)`; without rules or mesh `x` itself. Raises ValueError
+    unless `names` has a name or None for each dimension of `x`, and as `partition_spec`."""
     if len(names) != x.ndim:
         raise ValueError(f"{len(names)} logical axes {names} for an array of shape {x.shape}")
     spec = partition_spec(*names)
@@ -78,7 +78,7 @@ def platform() -> str:
 
 
 def tensor_cores() -> int:
-    """Returns how many TensorCores share the kernels of a device of the mesh in force: 2 on v4 and v5p, elsewhere 1."""
+    """Returns how many TensorCores share a kernel on the TPU that programs are compiled for: 2 on v4, v5p; else 1."""
     return getattr(_device(), "num_cores", None) or 1
 
 

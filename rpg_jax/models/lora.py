@@ -132,7 +132,7 @@ def scaled(adapters: Params, scale: float) -> Params:
 
 
 def attached(weights: Params, adapters: Params) -> Params:
-    """Returns `weights` with an `Adapted` in place of every matrix that has an adapter; B is scaled already."""
+    """Returns `weights` with an `Adapted` in place of every matrix that has an adapter. `scaled` made `adapters`."""
     own, found = flatten_dict(adapters), flatten_dict(weights)
     for path in {path[:-1] for path in own}:
         found[path] = Adapted(found[path], own[*path, "a"], own[*path, "b"])
@@ -140,7 +140,7 @@ def attached(weights: Params, adapters: Params) -> Params:
 
 
 def merged(params: Params) -> Params:
-    """Returns `params` as arrays: every `Adapted` becomes W + A B, rounded once, every `Int8` its values · scale."""
+    """Returns `params` as arrays: an `Adapted` becomes W + A B in W's dtype, rounded once; an `Int8` values · scale."""
 
     def leaf(x: Any) -> Any:
         return x.merged() if isinstance(x, Adapted) else x[...]
@@ -161,8 +161,8 @@ _OFF = (
 
 def save_adapters(folder: Path | str, config: DecoderConfig, lora: Lora, adapters: Params, *, base: str | None) -> None:
     """Writes adapters (unscaled) in float32 into a folder that the library peft reads: adapter_model.safetensors, then
-    adapter_config.json. A collective: all processes must call it; process 0 writes, and makes the folder. The others do
-    not wait for the files. `base`, the base model's name or folder, or None, is the field `base_model_name_or_path`."""
+    adapter_config.json. A collective: all processes must call it. Process 0 makes the folder, writes, and may raise
+    OSError; the others do not wait. `base` is the field `base_model_name_or_path`: a name, a folder or None."""
     folder, leaves, held = Path(folder), flatten_dict(adapters), {}
     for entry in _layout(config, lora):
         for index, name in entry.tensors():

@@ -78,8 +78,8 @@ def ragged_attention(
 def ragged_append(
     cache: tuple[jax.Array, ...], lengths: jax.Array, token: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-    """Writes one token at each slot's length, in place, and returns the cache; a full slot stays as it is. It moves
-    only the tile that holds the place; a scatter would move the whole cache.
+    """Returns the cache with one more token in each slot, at the slot's length; a full slot stays as it is. If the
+    cache is donated, the write is in place, and moves only the tile of the token; a scatter would move the whole cache.
 
     Args:
       cache: keys [L, S, K, H, C], values [L, S, K, C, H], and in an int8 cache their scales f32[L, S, K, 1, C].

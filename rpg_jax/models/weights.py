@@ -23,7 +23,7 @@ class Adapted:
     `weight[...]`, so an `Adapted` can stand in the place of an array.
 
     Attributes:
-      base: W [*stack, *inputs, *outputs]: an array or an `Int8`.
+      base: W [*stack, *inputs, *outputs]: an array, or an `Int8`, of which `adapted[...]` makes an array.
       a: A [*stack, *inputs, r].
       b: B [*stack, r, *outputs], which has the factor alpha / rank.
     """
@@ -42,7 +42,7 @@ class Adapted:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of W."""
+        """The shape of W, which must be an array."""
         return self.base.shape
 
     def astype(self, dtype) -> "Adapted":
