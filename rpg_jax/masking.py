@@ -72,7 +72,7 @@ def completion_scan(
 ) -> jax.Array:
     """y_t = x_t + decay_t · y_{t−1} along each completion; without `decay` y_t is the sum up to and with token t.
 
-    One associative scan computes y. The scan starts anew with each completion, so no other completion can round y.
+    One associative scan computes y. The scan starts anew with each completion: no rounding error passes to the next.
 
     Args:
       x: f[B, T]; counts as 0 where the mask is zero.

@@ -67,9 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Compiles or estimates by `options`, the flags, and prints the plan. Returns 0 if the config (with --search the
-    fastest settings, with --beside the config without them) fits, else 1. Raises ValueError for an unknown slice, for a
-    config that cannot run, where there is no compiler, and if --search finds nothing that fits by arithmetic."""
+    """Compiles or estimates by `options`, the flags, and prints the plan; with --get_compiler only gets the compiler.
+    Returns 0 if the config fits (with --search the fastest settings that were found), else 1. Raises ValueError for an
+    unknown slice, a config that cannot run, a missing compiler, and if --search finds nothing by arithmetic."""
     if options.get_compiler:
         print(topologies.get_compiler())
         return 0

@@ -64,7 +64,7 @@ def chat(options: argparse.Namespace, loaded: config_files.Loaded | None) -> Non
     """A person at the terminal plays the environment of a config or a run, or talks with a policy. Exactly one of
     `options.run`, `options.model` and `loaded`, the file of --config, is not None. With a model, or a run without an
     environment, the person talks with the policy. Raises ValueError if two or none are given, if a config has no
-    environment, or if a run names code to import and --trust is not given."""
+    environment, or as `check_trusted` if a run has an environment."""
     if (options.run, options.model, loaded).count(None) != 2:
         raise ValueError("--chat needs --run=runs/NAME, --model=NAME or --config=FILE, and one of them alone")
     from rpg_jax.runs import policy, run_folder  # loads JAX
@@ -88,7 +88,7 @@ def play(config: ConfigDict, seed: int, read: Callable[[str], str] = input) -> N
     """A person is the policy: answers a problem of the config's environment turn by turn, and sees the rewards. The
     problem has the number `seed`, modulo the number of problems, in the first held-out set. `read` shows a prompt and
     returns the typed line. The conversation ends with an empty line, the end of the input, the environment's word or
-    failure, or after `environment.max_turns` turns."""
+    failure, or after `environment.max_turns` turns. Raises ValueError if the environment fails at the beginning."""
     from rpg_jax.runs.experiment import make_stage  # loads JAX
     from rpg_jax.runs.problems import Task
 

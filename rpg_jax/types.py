@@ -26,8 +26,8 @@ class Sampling:
 
     Attributes:
       temperature: finite, >= 0; logits are divided by the temperature. 0 takes the most probable token.
-      top_p: in (0, 1]; tokens are drawn from the fewest most probable tokens that together have at least this
-        probability. 1 is no limit.
+      top_p: in (0, 1]; tokens are drawn from the fewest most probable tokens that together have at least this share of
+        the probability that `top_k` leaves. 1 is no limit.
       top_k: >= 0; tokens are drawn from the `top_k` most probable tokens and their equals. 0 is no limit.
       max_tokens: >= 1, the most tokens of a completion. The stop tokens and an environment's tokens count.
       stop_token_ids: the tokens that end a completion, or a turn of a conversation. A drawn stop token is kept.
@@ -83,7 +83,7 @@ class Turns:
     Attributes:
       observed: bool[n], True at tokens that the environment wrote; the policy reads them and is never trained on them.
       rewards: f32[k], the environment's reward for each turn.
-      error: the kind of failure that ended the conversation, one of `rewards.KINDS`; None without a failure.
+      error: the kind of failure that ended the conversation, one of `rewards.verdicts.KINDS`; None without a failure.
     """
 
     observed: np.ndarray
@@ -272,8 +272,8 @@ class Batch:
 
     @property
     def loss_inputs(self) -> dict[str, Any]:
-        """The arguments of `losses.policy_loss` by name, except `logprobs` and `group_ids`; None if not computed.
-        Raises ValueError if `behaviour_logprobs` or `advantages` is not computed."""
+        """The arrays that `losses.policy_loss` takes, by the argument's name, without `logprobs` and `group_ids`. A
+        column that is None stays None; for `behaviour_logprobs` and `advantages` this raises ValueError."""
         return {
             "behaviour_logprobs": self.known("behaviour_logprobs"),
             "advantages": self.known("advantages"),

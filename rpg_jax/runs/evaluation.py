@@ -66,14 +66,14 @@ class Drift:
     start: int = 0
 
     def begin(self, params: Any) -> None:
-        """Starts to write `params`, the initial policy's trained arrays, as a snapshot on disk."""
+        """Starts to write `params`, the initial policy's trained arrays, as snapshot 0. Raises StorageFailure."""
         self.snapshots.save(0, params)
 
     def metrics(self, groups: Sequence[Group], params: Any) -> dict[str, float]:
         """The "entropy" (nats per token), "initial_kl" and its standard error "initial_kl_error" (nats per completion).
 
-        `params`, the trained arrays, have sampled the `groups`. The error is clustered by prompt, and nan for a single
-        group. Raises Refused, a ValueError, if the initial snapshot is missing or damaged."""
+        `params`, the trained arrays, have sampled the `groups`. All processes call together. The error is clustered by
+        prompt, and nan for one group. Raises Refused, a ValueError, or StorageFailure, if the snapshot is unusable."""
         batch, initial = self.pack(groups), self.snapshots.restore(0, self.like)
         rows = [b.rows.unrouted for b in batch.batches]
         present, entropies = zip(*(self.logprobs(params, own)[:2] for own in rows), strict=True)
@@ -112,7 +112,7 @@ class HeldOut:
         """Returns the scores after step `step`, as `with_mean` has them. All processes call together.
 
         Sampling by `collector` pauses meanwhile. Afterwards the rollout has the weights of `state`. The evaluation
-        before the run's first step keeps the initial policy for `drift`. Raises RolloutError if sampling fails."""
+        before the run's first step saves the initial policy for `drift`. Raises RolloutError, and as `drift` does."""
         values: dict[str, float] = {}
         version = int(state.updates)
         with collector.exclusive():
@@ -168,8 +168,7 @@ class Chunk:
 
 def plan(sets: Mapping[str, Sequence[Problem]], samples: Callable[[Problem], int], *, completions: int) -> list[Chunk]:
     """Chunks of at most `completions` completions, or of one problem that has more, in the order of sets and problems.
-    A chunk is of one set. `samples(problem)` is the number of a problem's completions; a chunk's problems have equal
-    numbers."""
+    A chunk is of one set, and its problems have equally many completions: `samples(problem)`."""
     chunks: list[Chunk] = []
     for name, problems in sets.items():
         for k, alike in itertools.groupby(problems, key=samples):
@@ -207,9 +206,9 @@ def complete(
 
 
 def records(name: str, groups: Sequence[Group], scorer: Scorer) -> list[Record]:
-    """One record, a dict for JSON, for each completion of the groups of the held-out set `name`, in order: prompt,
-    reference, completion, the answer that `scorer` reads (None: none), verdict ("right", "wrong" or a kind of failure),
-    reward, count of tokens, finish reason, digest, and more."""
+    """One record for each completion of the groups of the held-out set `name`, in the order of the groups. A record is
+    a dict for JSON: prompt, reference, completion, the answer that `scorer` reads (None: no answer), verdict ("right",
+    "wrong" or a kind of failure), reward, the number of sampled tokens, finish reason, digest, and more."""
     found = []
     given = scorer.answers([group.problem for group in groups], [[*map(last_shown, g.texts)] for g in groups])
     for group, answers in zip(groups, given, strict=True):
@@ -271,7 +270,8 @@ def evaluate(
       certificate: a PEM file to trust for the server; None: the system's.
       api_key_file: a file with the server's API key; None: the variable RPG_JAX_API_KEY, if it is set.
 
-    Raises ValueError if the folder holds another evaluation, with the difference, or if the server cannot be used."""
+    Raises ValueError as `open_folder`, if another process writes the folder, or if the server cannot be used; and
+    RolloutError if sampling fails."""
     experiment = policy.experiment
     if server and experiment.stage is not None:
         raise ValueError("--server draws completions of one turn: leave it out, and the environment is played here")
@@ -373,8 +373,8 @@ def sample(
     experiment: Experiment, rollout: Rollout, file: Path, step: int, k: int | None, completions: int
 ) -> dict[str, list[Record]]:
     """{set: its records}. The records that `file` lacks are sampled by `rollout` and added to the file: `k` completions
-    of a problem (None: as often as the source has the problem, if more than once; else `evaluation.k`). A call of the
-    rollout samples at most `completions` completions. The random numbers depend on `step`. Shows the progress."""
+    of a problem (None: as `evaluate` says), and a chunk of `plan` with at most `completions` in a call of the rollout.
+    The random numbers depend on `step`. Shows the progress. Raises RolloutError if sampling fails."""
     c = experiment.config
     chunks = plan(
         experiment.task.held_out,
