@@ -61,7 +61,7 @@ def _table(results: Sequence[Mapping[str, Any]]) -> str:
 
 def cell(value: Any) -> str:
     """A value as the tables show it. Integers have separators. A float has four digits after the point, none from 1,000
-    on, and a power of ten below 0.001. A dict is a list of its entries "NAME VALUE" that are not ""."""
+    on, and a power of ten below 0.001. A dict is a list of "NAME VALUE", without the names whose value is ""."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {one}" for name, one in value.items() if one != "")
     if isinstance(value, float):

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def evaluate(options: argparse.Namespace) -> int:
     """Checks the flags, evaluates the policy, and writes the results. `options` has the flags of the command. Returns
     the exit code: 0, or 130 if Ctrl-C stopped the evaluation, which the same command continues. Raises ValueError if
-    the flags do not name one policy or do not fit together, and as `evaluation.evaluate`."""
+    the flags do not fit together, and the errors of `policy.of_run`, `policy.of_config` and `evaluation.evaluate`."""
     loaded = cli.load_config(options)
     if (options.run is None) == (options.folder is None):
         raise ValueError("which policy? Give either --run=runs/NAME or --folder=MODEL with --config=FILE")

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def export(options: argparse.Namespace) -> None:
     """Writes the folder --out of `options`, the flags, and prints a line. Raises ValueError if flags are missing or
-    clash, if the folder holds files, or if there is no such run or checkpoint."""
+    clash, if the folder holds files, or if there is no such run or checkpoint, or with --adapter no adapter."""
     if options.run is None or options.out is None:
         raise ValueError("give the run and where to write it: --run=runs/NAME --out=FOLDER")
     from rpg_jax.runs.policy import Policy, export_adapters, free_folder  # loads JAX: wrong flags need not wait for it
