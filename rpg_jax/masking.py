@@ -75,7 +75,7 @@ def completion_scan(
     One associative scan computes y. The scan starts anew with each completion: no rounding error passes to the next.
 
     Args:
-      x: f[B, T]; counts as 0 where the mask is zero.
+      x: f[B, T]; counts as 0 where the mask is zero. Elsewhere finite: ±inf makes other completions of the row NaN.
       mask: [B, T], nonzero where a token counts.
       completion_ids: i32[B, T], the number of the token's completion in the row; the tokens of a completion stand
         together. None is one completion a row.
