@@ -77,8 +77,8 @@ def completion_scan(
     Args:
       x: f[B, T]; counts as 0 where the mask is zero. Elsewhere finite: ±inf makes other completions of the row NaN.
       mask: [B, T], nonzero where a token counts.
-      completion_ids: i32[B, T], the number of the token's completion in the row; the tokens of a completion stand
-        together. None is one completion a row.
+      completion_ids: i32[B, T], the number of the token's completion in the row, also where the mask is zero; the
+        tokens of a completion stand together. None is one completion a row.
       decay: f[B, T]; counts as 1 where the mask is zero, so y passes such a token unchanged. None is 1 everywhere.
       reverse: runs from the last token back, y_t = x_t + decay_t · y_{t+1}.
 

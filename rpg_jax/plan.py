@@ -43,7 +43,7 @@ _GIB = 2**30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Reads the command line `argv` (None: this process's), plans, and returns the exit code: 1 if it does not fit."""
+    """Reads the command line `argv` (None: `sys.argv`), plans, and returns the exit code: 1 if a run does not fit."""
     parser = cli.parser("plan", __doc__)
     parser.add_config("configs/qwen3_4b_2k.py")
     parser.add_argument(

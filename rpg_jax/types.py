@@ -272,8 +272,8 @@ class Batch:
 
     @property
     def loss_inputs(self) -> dict[str, Any]:
-        """The arrays that `losses.policy_loss` takes, by the argument's name, without `logprobs` and `group_ids`. A
-        column that is None stays None; for `behaviour_logprobs` and `advantages` this raises ValueError."""
+        """The arrays that `losses.policy_loss` takes, by the argument's name, without `logprobs` and `group_ids`.
+        Raises ValueError if `behaviour_logprobs` or `advantages` is None; other columns may be None."""
         return {
             "behaviour_logprobs": self.known("behaviour_logprobs"),
             "advantages": self.known("advantages"),

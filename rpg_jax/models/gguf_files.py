@@ -37,7 +37,7 @@ _CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens
 
 def kept_folder(file: Path, *, weights: bool = True) -> Path:
     """Returns the folder in Hugging Face layout of a GGUF file, in this host's cache. Converts the file if there is no
-    folder: one process of a host converts, and others wait. After a change of its path, size or time, a file has a new
+    folder: one process of a host converts, and others wait. A file whose path, size or time has changed gets a new
     folder; the old folder stays. `weights` False asks for config and tokenizer alone. A line on stderr names the folder
     after the weights were written. Raises the errors of `convert`, and FileNotFoundError if there is no file."""
     found = file.resolve().stat()

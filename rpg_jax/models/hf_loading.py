@@ -100,8 +100,8 @@ def load(
     """Loads the parameters of `config` from a folder of safetensors; each device reads its own shard only.
 
     Host memory holds this host's shards of one (stacked) parameter at a time. Numbers are cast to `param_dtype` as they
-    are read. `shardings` is a tree like the params; None puts everything on the first local device. If it spans
-    processes, all must call `load`: a program on the devices checks that the numbers are finite.
+    are read. `shardings` is a tree like the params; None puts everything on the first local device. If `shardings`
+    spans processes, all processes must call `load`: a program on the devices checks that the numbers are finite.
 
     Raises ValueError if a file is missing or damaged; if tensors are missing, extra, of another shape or not finite; or
     if a tied model has a head that differs from its embedding. The message names them.
@@ -230,8 +230,8 @@ def local_folder(address: str | Path, *, weights: bool = True) -> Path:
 
     Args:
       address: a local FILE.gguf, which is converted once; gs://BUCKET/FOLDER; a local folder; configs/NAME, a model
-        that comes with the code; or OWNER/NAME on the hub. If a local folder has the address, it is the folder. An
-        address in no other form is a local folder, too, which need not exist.
+        that comes with the code; or OWNER/NAME on the hub. A local folder with the address comes first. An address in
+        no other form is returned as a local folder, which need not exist.
       weights: False fetches only config and tokenizer.
 
     Raises:

@@ -113,8 +113,8 @@ class Saving:
             yield np.asarray(underway)
 
     def write(self, folder: Path, blocks: Sequence[np.ndarray]) -> int:
-        """Writes the files of this process from all blocks of `fetch`, several files at once. Returns how many bytes
-        they have. Makes the folder if it is missing. Any thread may call it. Raises OSError, which names the file."""
+        """Writes the files of this process from all blocks of `fetch`, several files at once. Returns the number of
+        bytes. Makes the folder if it is missing. Any thread may call `write`. Raises OSError, which names the file."""
         folder.mkdir(parents=True, exist_ok=True)
         arrays = iter(blocks)
         with ThreadPoolExecutor(_WRITERS) as pool:
@@ -176,7 +176,7 @@ def save(folder: Path | str, config: DecoderConfig, params: Params, *, dtype: An
 
     A collective, which waits until the folder is complete: all processes must see the folder. Host memory holds two
     blocks of at most 64 MiB, or of one layer of one matrix, at a time. Raises OSError, which names the file, and, after
-    the weights are written, ValueError as `Saving.complete`.
+    the weights are written, ValueError as `Saving.complete`. Give a new folder: an earlier index there would be read.
 
     Args:
       dtype: of the weights in the folder; None keeps the dtype of the params.

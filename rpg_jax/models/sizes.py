@@ -131,8 +131,8 @@ def size(name: str) -> DecoderConfig:
 
 
 def hub_address(name: str) -> str:
-    """Returns the repository OWNER/NAME of a published size on the Hugging Face hub. For SmolLM2, which the configs
-    train, and for 2507, which has no base model, it is the instruct model's. Raises ValueError as `size` does."""
+    """Returns the repository OWNER/NAME of a published size on the Hugging Face hub: of the instruct model for SmolLM2,
+    because the configs train this model, and for 2507, which has no base model. Raises ValueError as `size` does."""
     size(name)
     name = next(known for known in SIZES if known.lower() == name.lower())
     places = {"SmolLM2": f"HuggingFaceTB/{name}-Instruct", "Llama": f"meta-llama/{name}"}
