@@ -115,7 +115,7 @@ def play(config: ConfigDict, seed: int, read: Callable[[str], str] = input) -> N
 def talk(opened: Policy, temperature: float, seed: int, read: Callable[[str], str] = input) -> None:
     """A person talks with a policy, which reads the whole conversation at every turn. Prints the answers in pieces.
     `temperature` 0 is greedy. `read` shows a prompt and returns the typed line; an empty line or the end of the input
-    ends the conversation."""
+    ends the conversation. Raises ValueError if the conversation has more tokens than `task.max_prompt_tokens`."""
     messages: list[dict[str, str]] = []
     while said := _line(read):
         messages.append({"role": "user", "content": said})

@@ -137,10 +137,10 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, KVCache, jax.Array | None]:
         """Takes one new token per slot, `tokens` i32[S], through the model. Slots are independent.
 
-        Token s is written at cache.lengths[s] and attends to itself and to all tokens before it. A full slot keeps its
-        entries. Every length grows by 1, also of full and inactive slots. Returns hidden states [S, D] of the new
-        tokens, the cache, and the tokens' k experts [S, L, k] in `Experts.dtype`, or None in a dense model. Raises
-        ValueError unless 0 < attend_length <= capacity.
+        Token s is written at cache.lengths[s] and attends to itself and to all tokens before it. Every length grows by
+        1. Full and inactive slots keep their entries, and their hidden states mean nothing. Returns hidden states [S,
+        D] of the new tokens, the cache, and the tokens' k experts [S, L, k] in `Experts.dtype`, or None in a dense
+        model. Raises ValueError unless 0 < attend_length <= capacity.
 
         Args:
           attend_length: static; the caller promises that no slot has more tokens, and no more are read. None: all are.
