@@ -79,8 +79,8 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def changes(options: argparse.Namespace) -> dict[str, Any]:
-    """{dotted name: value} of the config fields that the flags in `options` replace. A flag that is None replaces no
-    field, except that --sets without --problems takes all problems. Raises ValueError as `callables.in_file`."""
+    """{dotted name: value} of the config fields that the flags in `options` replace. A flag that is None replaces none,
+    but --sets without --problems takes all problems. Raises ValueError if --rewards names a file that is not there."""
     from rpg_jax.rewards.callables import in_file
 
     sets = options.sets is not None

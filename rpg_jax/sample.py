@@ -64,7 +64,7 @@ def chat(options: argparse.Namespace, loaded: config_files.Loaded | None) -> Non
     """A person at the terminal plays the environment of a config or a run, or talks with a policy. Exactly one of
     `options.run`, `options.model` and `loaded`, the file of --config, is not None. With a model, or a run without an
     environment, the person talks with the policy. Raises ValueError if two or none are given, if a config has no
-    environment, or as `check_trusted` if a run has an environment."""
+    environment, or without --trust if a run with an environment names code to import or a judge."""
     if (options.run, options.model, loaded).count(None) != 2:
         raise ValueError("--chat needs --run=runs/NAME, --model=NAME or --config=FILE, and one of them alone")
     from rpg_jax.runs import policy, run_folder  # loads JAX

@@ -25,9 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def sft(options: argparse.Namespace) -> int:
-    """Names the run, resolves its config, trains, and exports the policy after the last update to `options.out`, if
-    that is given. Returns 0, or 128 plus the number of the signal that stopped the run; nothing is exported then.
-    Raises ValueError if `options.out` holds files, and the errors of `supervised.run`."""
+    """Names the run, resolves its config, trains, and exports the policy after the last update to `options.out`, if it
+    is given. Returns 0, or 128 plus the number of the signal that stopped the run; nothing is exported then. Raises
+    ValueError if the config does not fit or `options.out` holds files, and `cli.Ended` if the run cannot go on."""
     config, file, overrides = cli.config_files.load(options.config, options.overrides)
     # They load JAX: wrong flags need not wait for it.
     from rpg_jax.runs import policy, processes, run_folder, supervised

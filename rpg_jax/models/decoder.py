@@ -99,8 +99,8 @@ class Decoder(nnx.Module):
         self, tokens: jax.Array, lengths: jax.Array, *, keep_experts: bool = False
     ) -> tuple[jax.Array, KVCache, jax.Array | None]:
         """Runs a forward pass over B prompts, `tokens` i32[B, T], right-padded, of `lengths` i32[B], each at least 1.
-        Returns hidden states [B, D] at each prompt's last token; a cache of B slots of capacity T with the prompts'
-        keys and values; and with `keep_experts` in a mixture the experts [B, T, L, k] in `Experts.dtype`, else None."""
+        Returns hidden states [B, D] at each prompt's last token; a stacked cache of B slots and capacity T with the
+        prompts' tokens; and with `keep_experts` in a mixture the experts [B, T, L, k] in `Experts.dtype`, else None."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
         how = {"keep_kv": True, "keep_experts": keep_experts}

@@ -132,7 +132,7 @@ def scaled(adapters: Params, scale: float) -> Params:
 
 
 def attached(weights: Params, adapters: Params) -> Params:
-    """Returns `weights` with an `Adapted` in place of every matrix that has an adapter. `scaled` made `adapters`."""
+    """Returns `weights` with an `Adapted` for each matrix that has an adapter. `adapters` are a result of `scaled`."""
     own, found = flatten_dict(adapters), flatten_dict(weights)
     for path in {path[:-1] for path in own}:
         found[path] = Adapted(found[path], own[*path, "a"], own[*path, "b"])

@@ -112,7 +112,7 @@ class HeldOut:
         """Returns the scores after step `step`, as `with_mean` has them. All processes call together.
 
         Sampling by `collector` pauses meanwhile. Afterwards the rollout has the weights of `state`. The evaluation
-        before the run's first step saves the initial policy for `drift`. Raises RolloutError, and as `drift` does."""
+        before the run's first step saves the initial policy for `drift`. Raises RolloutError, or as `Drift.metrics`."""
         values: dict[str, float] = {}
         version = int(state.updates)
         with collector.exclusive():
@@ -144,7 +144,7 @@ def set_scores(
 
 def with_mean(values: Mapping[str, float]) -> dict[str, float]:
     """`values`, the metrics "eval/<set>/<score>" of all sets, and two means over the sets: "eval/reward", and
-    "eval/accuracy", which is the mean of "mean_at_k"."""
+    "eval/accuracy", which is the mean of "mean_at_k". Both are nan if there is no set."""
 
     def mean(score: str) -> float:
         return float(np.mean([value for key, value in values.items() if key.endswith(f"/{score}")]))
