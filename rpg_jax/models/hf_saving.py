@@ -57,7 +57,7 @@ class Saving:
     calls `complete`. The files are safetensors, an index if there are several, and config.json as the last.
 
     The weights are divided into blocks of at most 64 MiB, or one layer of one matrix where that is larger. Every
-    process gets about as many bytes of blocks. Every file and its tensors belong to one process.
+    process gets about equally many bytes of blocks. Every file and its tensors belong to one process.
 
     Args:
       config: the model.
