@@ -49,8 +49,7 @@ class AheadCollector(Collector):
       max_staleness: steps, at least 1.
       steps: the number of steps of the run; nothing is sampled for later steps.
 
-    Raises ValueError if several processes sample without servers: their threads would launch programs in different
-    orders.
+    Raises ValueError if the run has several processes and no servers sample for it.
     """
 
     max_staleness: int
@@ -69,9 +68,10 @@ class AheadCollector(Collector):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rpg-ahead")
 
     def take(self, step: int, params: Any, version: int) -> Sampled:
-        """Begins the batches of steps up to `step` + max_staleness, then waits for the groups of `step`. Called once a
-        step, in order; `step` counts from 0. `params` are the trainer's weights and `version` their number of updates.
-        Raises RolloutError if weights older than the bound drew a token, and any error with which sampling failed."""
+        """Hands the thread the batches of steps up to `step` + max_staleness that it lacks, and a copy of `params` to
+        sample them with; then waits for the groups of `step`. Called once a step, in order; `step` counts from 0.
+        `params` are the trainer's weights and `version` their number of updates. Raises RolloutError if a token is from
+        weights of more than max_staleness steps ago (one more in a group carried over), and the errors of sampling."""
         self._versions = {s: v for s, v in self._versions.items() if s >= step - self.max_staleness - 1}
         self._versions[step] = version
         due = [s for s in range(step, min(step + self.max_staleness + 1, self.steps)) if s not in self._jobs]
@@ -125,7 +125,7 @@ class AheadCollector(Collector):
         self.stream.restore(record["stream"])
 
     def close(self) -> None:
-        """Begins no more batches and returns at once. The batch that is being sampled ends with its rollout."""
+        """Begins no more batches and returns at once. A batch under way goes on until the rollout is closed."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _sample(self, step: int, policy: Staged, version: int) -> Found:

@@ -27,7 +27,7 @@ class DynamicSampling:
 
     Attributes:
       oversample: prompts of a batch, in units of prompts_per_step. 0: as many as should fill the step (`batch_size`).
-      max_batches: the most batches that a step generates. It then trains the informative groups that it has.
+      max_batches: the most batches of a step. If too few groups are informative then, the step trains these few.
       surplus: what to do with informative groups that the step does not need. "drop" forgets them. "carry" hands at
         most as many as one step needs to the next step, which trains them first, and forgets the rest.
     """
@@ -132,8 +132,7 @@ def collect(
 
     Without dynamic sampling a step trains the next `prompts_per_step` problems. With dynamic sampling a step generates
     batches until `prompts_per_step` groups are informative, `pending` groups included, but at most `max_batches`. The
-    size of a batch depends on the order of the problems and on finished groups alone. So the number of hosts changes no
-    group.
+    number of hosts changes no group.
 
     Args:
       take: returns the next n problems of the stream. A prompt may come twice within a step, at the border of two
@@ -145,7 +144,8 @@ def collect(
       pending: the groups that the step before carried over; read with dynamic sampling only.
       share: the share of informative groups to expect in the first batch.
       max_failures: the largest share of the generated completions that may have failed, see `Group.failed`.
-      begun: the step's first batch, scored, if earlier steps have begun it; it counts in `max_batches`.
+      begun: the step's first batch, already scored; it counts in `max_batches`, and without dynamic sampling it is the
+        whole step. None: `generate` makes the first batch too.
 
     Raises ValueError if a larger share than `max_failures` failed, or so many completions that no group can be trained,
     or if no group was informative after `max_batches`.
@@ -262,8 +262,8 @@ class Collector:
     lags: ClassVar[bool] = False  # the rollout may hold earlier weights than the trainer
 
     def take(self, step: int, params: Any, version: int) -> Sampled:
-        """Returns the groups of `step` (from 0), sampled now with the rollout's weights; blocks until they are scored.
-        `params` and `version` are not read. Raises the errors of `collect` and of the rollout."""
+        """Returns the groups of `step` (from 0): those carried over, and those sampled now with the rollout's weights.
+        Blocks. `params` and `version` are not read. Raises the errors of `collect` and of the rollout."""
         del params, version
         collected = self._next(step)
         return Sampled(collected, self.take_errors(), collected.trained, collected.carried)
@@ -277,14 +277,14 @@ class Collector:
         self.sync(params, version)
 
     def sync(self, params: Any, version: int) -> None:
-        """Makes `params` the weights of the rollout, with the version number `version`, and verifies that it holds the
-        same bits (in its dtype). Raises RolloutError if the checksums differ: completions would come from another
-        policy than the trained policy."""
+        """Makes `params` the weights of the rollout, with the version number `version`. Raises RolloutError if the
+        rollout's weights are then not `params` in the rollout's dtype, by checksums: completions would come from
+        another policy than the trained policy."""
         self.rollout.sync_weights(params, version)
         self.rollout.verify_weights(params)
 
     def exclusive(self) -> contextlib.AbstractContextManager:
-        """A context: the rollout serves the caller alone. A caller that has changed the weights calls `sync` inside."""
+        """A context: only the caller uses the rollout. A caller that loads other weights calls `sync` at the end."""
         return contextlib.nullcontext()
 
     def record(self) -> dict[str, Any]:

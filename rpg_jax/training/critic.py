@@ -71,9 +71,9 @@ class Critic:
         return losses.gae(batch.known("rewards"), values, batch.mask, batch.completion_ids, **decays)
 
     def loss(self, values: jax.Array, batch: Batch, mean: losses.Mean) -> tuple[jax.Array, Metrics]:
-        """Returns half of the summed value loss of `values` f[B, C], a scalar with their gradient, and its metrics as
-        (sum, weight). The caller divides by the weight of the policy's loss: `mean` aggregates tokens as the policy's
-        loss does. Raises ValueError if the batch has no values or returns, or the clip is out of its range."""
+        """Returns half of the value loss of `values` f[B, C], a sum over tokens by `mean`, differentiable in `values`;
+        and metrics as (sum, weight), in which `value_loss` is not halved. The caller divides the sum by the weight of
+        the policy's loss. Raises ValueError if the batch has no values or returns, or the clip is out of its range."""
         old_values, returns = batch.known("values"), batch.known("returns")
         token_loss = losses.value_loss(values, old_values, returns, clip=self.clip)
         total, weight = mean(token_loss.values, batch)

@@ -53,7 +53,7 @@ class Part:
         return np.zeros(0, np.int32) if self.begun is None else self.begun.tokens
 
     def followed_by(self, drawn: list[Completion]) -> list[Completion]:
-        """The part's completions after a call that has drawn `drawn`. If `begun` goes on, its tokens come first."""
+        """Returns `drawn`, the completions of a call, with the tokens of `begun` in front if a completion goes on."""
         return drawn if self.begun is None else [self.begun.followed_by(one) for one in drawn]
 
 
@@ -156,7 +156,7 @@ class GroupGenerator:
         return [part.followed_by(group.completions) for part, group in zip(parts, groups, strict=True)]
 
     def judge(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups, which all processes have, with scores, in order. Each process scores its share; all call it."""
+        """Returns `groups` with scores. All processes call it with the same groups, and all get all scores. Blocks."""
         own = hosts.share(range(len(groups)))
         with _Scoring(self, [g.problem for g in groups], [g.prompt for g in groups], set(own)) as scoring:
             for place in own:
@@ -213,7 +213,7 @@ class GroupGenerator:
         return scored, dict(scores.errors)
 
     def take_errors(self) -> dict[str, int]:
-        """Returns failed verdicts by kind, of all processes, since the last call."""
+        """Returns the number of failed verdicts by kind, of all processes, since the last call. Not a collective."""
         taken, self._errors = dict(self._errors), collections.Counter()
         return taken
 

@@ -33,7 +33,7 @@ class Algorithm:
       advantages: computes the advantages of a batch, see `advantages_fn`; None with a critic.
       programs: the jitted log-prob pass and update.
       reference: the KL anchor; remembers when it moved.
-      updates_per_step, epochs: mini-batches of a rollout batch (one behaviour policy), and passes over the batch.
+      updates_per_step, epochs: mini-batches of a step's batch, and passes over it; a step has their product of updates.
       on_policy: a step has one update, on completions of the weights before the update. Then π_old is the policy in
         training. The update itself computes log π_old, the entropy and the sampler's gap, without a pass before it.
       decoupled: π_old is the policy at the beginning of the step, π_prox, for stale completions too. So w = π_θ/π_prox
@@ -145,8 +145,8 @@ def for_the_update(a: Algorithm, batch: Packed) -> Packed:
 
 
 def add_logprobs(a: Algorithm, batch: Packed, state: TrainState, *, reference: bool = True) -> tuple[Packed, Metrics]:
-    """Returns the batch with the column log π_old, and with `reference` log π_ref; and metrics. log π_old is the
-    trainer's pass under the present weights, or, unless `a.decoupled`, the stored number of a token that earlier
+    """Returns the batch with the column `behaviour_logprobs` (and `ref_logprobs` if `reference`); metrics. log π_old
+    is the trainer's pass under the present weights, or, unless `a.decoupled`, the stored number of a token that earlier
     weights sampled.
 
     The metrics are sums and weights: `entropy`, the routers' metrics, and `sampler_gap` and `sampler_gap_max`, the mean
