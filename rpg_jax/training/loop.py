@@ -145,9 +145,9 @@ def for_the_update(a: Algorithm, batch: Packed) -> Packed:
 
 
 def add_logprobs(a: Algorithm, batch: Packed, state: TrainState, *, reference: bool = True) -> tuple[Packed, Metrics]:
-    """Returns the batch with the column `behaviour_logprobs` (and `ref_logprobs` if `reference`); metrics. log π_old
-    is the trainer's pass under the present weights, or, unless `a.decoupled`, the stored number of a token that earlier
-    weights sampled.
+    """Returns the batch with the column `behaviour_logprobs` (and `ref_logprobs` if `reference`), and metrics.
+    log π_old is the trainer's pass under the present weights, or, unless `a.decoupled`, the stored number of a token
+    that earlier weights sampled.
 
     The metrics are sums and weights: `entropy`, the routers' metrics, and `sampler_gap` and `sampler_gap_max`, the mean
     and the maximum of |log π_s − log π| over the tokens for which the trainer has computed log π under the weights that

@@ -29,13 +29,13 @@ class Clock:
         self._laps: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
-        """Notes the seconds of the part `name`, from the end of the part before until now; again: replaces them."""
+        """Notes the seconds since the last lap (or the start) as part `name`, in place of an earlier lap `name`."""
         now = time.perf_counter()
         self._laps[f"time/{name}"] = now - self._last
         self._last = now
 
     def metrics(self, *, tokens: float) -> dict[str, float]:
-        """time/PART in seconds, `seconds` until the last lap, and `tokens_per_second` for so many `tokens`."""
+        """time/PART of each part, `seconds` from the start to the last lap, tokens_per_second: `tokens` / `seconds`."""
         total = self._last - self._start
         return {**self._laps, "seconds": total, "tokens_per_second": tokens / total}
 

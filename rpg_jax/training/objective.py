@@ -22,8 +22,8 @@ LossFn = Callable[[jax.Array, Batch], tuple[jax.Array, jax.Array, Metrics]]
 @functools.lru_cache(maxsize=128, typed=True)
 def policy_loss_fn(name: str | losses.Loss, **hyperparameters: Any) -> LossFn:
     """Returns `losses.policy_loss` as a `LossFn`, with the metric of `kl_share`. Equal arguments give one function.
-    `hyperparameters` are those of the loss. There is no share without a KL, or where β is the number 0, or of a KL that
-    is summed over the vocabulary: its gradient is not one of the sampled tokens."""
+    `hyperparameters` are those of the loss. The metric is absent if the loss has no KL, if β is the number 0, or if the
+    KL is summed over the vocabulary. Raises ValueError for an unknown name of a loss."""
     kl_coef = hyperparameters.get("kl_coef", 1.0) if "kl_coef" in losses.find_loss(name).hyperparameters else 0.0
     regularized = (isinstance(kl_coef, jax.Array) or kl_coef > 0) and hyperparameters.get("estimator") != "exact"
 
@@ -35,13 +35,13 @@ def policy_loss_fn(name: str | losses.Loss, **hyperparameters: Any) -> LossFn:
 
 
 def kl_share(name: str | losses.Loss, logprobs: jax.Array, batch: Batch, **hyperparameters: Any) -> Metrics:
-    """The KL term's share of the gradient: the metric `kl_gradient_share`, as a pair of squared norms; no gradient.
+    """The metric `kl_gradient_share`, the KL term's share of the gradient, as the pair (‖g − g₀‖², ‖g‖²); no gradient.
 
-        ‖g − g₀‖ / ‖g‖,   g = ∂(Σ loss)/∂ log π_θ of every trained token, g₀ = the same at β = 0
+        share = ‖g − g₀‖ / ‖g‖,   g = ∂(Σ loss)/∂ log π_θ of every trained token, g₀ = the same at β = 0
 
-    The norms are over the trained tokens. g₀ lacks the KL's baseline too, where advantages hold one. A clip may take
-    another branch at β = 0; the difference counts to the KL. The entropy bonus and the critic's loss are not in g. The
-    gradient of the weights is Σ_t g_t ∇log π_θ(a_t). Tokens add up in this sum, so the KL's share of the sum is larger
+    `losses.divided` makes the share of the pair. The norms are over the trained tokens. g₀ also lacks the KL's baseline
+    in the advantages. A clip may take another branch at β = 0; the difference counts to the KL. The entropy bonus and
+    the critic's loss are not in g. The weights' gradient is Σ_t g_t ∇log π_θ(a_t): the KL's share of this sum is larger
     if the KL's parts agree more than the parts of the rewards.
     """
     # Behind the barrier the compiler cannot fuse this with the loss that is trained, whose bits stay as they are.
@@ -81,10 +81,10 @@ def advantages_fn(
     environment_weight: float = 0.0,
     **hyperparameters: Any,
 ) -> Advantages:
-    """Returns the function from a batch to its advantages, which are computed from the rewards of the batch.
+    """Returns the function from a batch to its column `advantages`, which is computed from the rewards of the batch.
 
-    RPG of completions has a leave-one-out baseline of the KL too. It is added to the advantages, and it is the column
-    `kl_baseline`: the micro-batches of an update may split a group, so the loss cannot compute it.
+    RPG of completions also has a leave-one-out baseline of the KL. The function adds this baseline to the advantages,
+    and returns the column `kl_baseline` too. The loss cannot compute the baseline: a micro-batch may split a group.
 
     Args:
       advantage: a name of `ADVANTAGES`.
