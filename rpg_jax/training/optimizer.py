@@ -69,8 +69,7 @@ def make_optimizer(
     """Returns the optimizer `name`. Equal arguments give the same object, so that programs are traced once.
 
     The names are those of optax: adamw, nadamw, lion, sgd (b1 is its momentum), rmsprop (b2 is its decay), all with
-    decoupled weight decay, and schedule_free_adamw (Defazio et al., arXiv:2405.15682). Optimizers that read a whole
-    matrix, as adafactor, lamb and muon do, are not among them: an update runs on a layer's shards, element by element.
+    decoupled weight decay, and schedule_free_adamw (Defazio et al., arXiv:2405.15682).
 
     The learning rate rises over the warm-up. A warm-up of N steps is a stair: all updates of step s = 0, 1, … have s/N
     of the rate, so step 0 has rate 0 (complex-reasoning/RPG at ec8e30b, verl/workers/fsdp_workers.py:

@@ -43,8 +43,8 @@ class _Batch:
 class PartialCollector(Collector):
     """Collects the groups of a step, whose first parts earlier steps have drawn.
 
-    With dynamic sampling, a step's first batch is drawn in parts. If too few of its groups are informative, further
-    batches are drawn whole. The groups are scored once all parts of the step are drawn.
+    A step draws the next part of every completion that goes on; the first step of a run draws several parts. A step
+    scores its own groups when they are complete. With dynamic sampling, only its first batch is drawn in parts.
 
     Attributes:
       collect, take_errors, rollout, stream: as in `Collector`.
@@ -52,7 +52,7 @@ class PartialCollector(Collector):
       prompts_per_step: groups that a step trains.
       dynamic: dynamic sampling, whose `surplus` must be "drop"; or None.
       max_tokens: M, the most tokens of a completion.
-      part_tokens: S, the most tokens of a completion in a step after the first step of a run.
+      part_tokens: S, the most tokens of a part; a completion has at most K = ceil(M / S) parts.
       steps: the number of steps of the run; nothing begins for later steps.
     """
 
@@ -69,9 +69,9 @@ class PartialCollector(Collector):
         self._batches: dict[int, _Batch] = {}  # by the step that trains them
 
     def take(self, step: int, params: Any, version: int) -> Sampled:
-        """Begins the groups of steps up to `step` + K - 1, draws a part of every group that has begun, and returns the
-        groups of `step` (from 0), complete then. Called once a step, in order. `version` is the trainer's number of
-        updates; `params` is not read: `publish` has brought the weights. Raises the errors of `Collector.take`."""
+        """Begins the groups of steps up to `step` + K - 1, draws the next part of every completion, and returns the
+        groups of `step` (from 0), complete and scored. Called once a step, in order. `version` is the trainer's number
+        of updates; `params` is not read: `publish` has brought the weights. Raises the errors of `Collector.take`."""
         due = range(step, min(step + self._parts, self.steps))
         for number in due:
             if number not in self._batches:
@@ -88,8 +88,8 @@ class PartialCollector(Collector):
         return super().record() | {"partial": kept}
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Goes back to the state that `record` returned. Raises ValueError if a collector that samples ahead wrote it,
-        or if the stream has other problems or another seed."""
+        """Goes back to the state that `record` returned. Raises ValueError if an `AheadCollector` wrote the record, or
+        if the stream has other problems or another seed; KeyError if a plain `Collector` wrote the record."""
         super().restore(record)
         batches = record["partial"].items()
         self._batches = {int(number): _Batch(decode_groups(own["groups"]), own["draws"]) for number, own in batches}

@@ -37,8 +37,8 @@ def policy_logprobs(
 
 
 def completion_hidden(model: Any, rows: Rows) -> jax.Array:
-    """Returns hidden states [B, C, D] of the policy `model` that predict the completion tokens; finite outside
-    `rows.mask`, where 0 replaces other numbers: a NaN there would reach the gradient of the whole head, as 0 · NaN."""
+    """Returns hidden states [B, C, D] of the policy `model` that predict the completion tokens. Where `rows.mask` is 0,
+    0 replaces NaN and infinities: a NaN there would reach the gradient of the whole head, as 0 · NaN."""
     return _predictors(model(rows.tokens, rows.positions, rows.segment_ids, experts=rows.experts), rows)
 
 

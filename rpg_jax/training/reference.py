@@ -25,9 +25,9 @@ class Rule:
     """When the reference moves to the present policy. The base class never moves it.
 
     Attributes:
-      every: K, in steps or in updates.
-      kl_threshold: κ, nats per token.
-      kl_decay: d of the moving average a ← d·a + (1 − d)·KL of each update's token KL.
+      every: K >= 1, in steps or in updates.
+      kl_threshold: κ > 0, nats per token.
+      kl_decay: d in [0, 1) of the moving average a ← d·a + (1 − d)·KL of each update's token KL.
 
     Raises ValueError if a number is out of its range.
     """
@@ -172,15 +172,16 @@ class Reference:
         return self._rule.is_behaviour or (self._teacher is None and self.number == self.updates)
 
     def before_updates(self, params: Any, step: int, count: int) -> None:
-        """Notes when the `count` updates of step `step` (from 1) move the reference. Writes a snapshot of `params`,
-        which these updates are about to change, if it will be read."""
+        """Notes when the `count` updates of step `step` (from 1) move the reference. If a snapshot of `params` will be
+        read, starts to write it before the updates change `params`. Raises the errors of `Snapshots.save`."""
         self._step_end = self.updates + count
         self._next_move = self._rule.last_move(step, self.updates, self._step_end) or 0
         if self._unwritten and not self._next_move:
             self._write(params)
 
     def after_update(self, params: Any) -> None:
-        """Counts an update, skipped or not. Moves the reference to `params` if the step's last move is due."""
+        """Counts an update, skipped or not. If the step's last move is due, makes `params` the reference, and starts to
+        write a snapshot of `params` if the step goes on. Raises the errors of `Snapshots.save`."""
         self.updates += 1
         if self.updates == self._next_move:
             self._move()
@@ -224,7 +225,7 @@ class Reference:
         self._unwritten = False
 
     def commit(self) -> dict[str, Any]:
-        """Waits for the snapshot to be on disk; returns the JSON-able state to store in a checkpoint."""
+        """Returns the JSON-able state for a checkpoint, once the snapshot is on disk. Raises StorageFailure if not."""
         self._snapshots.wait()
         return {
             "number": self.number,
@@ -235,7 +236,7 @@ class Reference:
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError if the weights that a state of `commit` needs are missing or damaged."""
+        """Raises ValueError if weights that a state of `commit` needs are missing or damaged; or StorageFailure."""
         if self._stores and not state["unwritten"]:
             self._read(int(state["number"]))
 
