@@ -26,8 +26,8 @@ class Kind(enum.Enum):
 
     Attributes:
       TRANSIENT: the store did not answer, or asked to be asked again (HTTP 401, 408, 425, 429 and 5xx; a reset; a
-        timeout). `retried` asks again. Then the run ends with exit code 1, and a supervisor starts it again. Tokens are
-        renewed, hence 401.
+        timeout). `retried` asks again. If that fails too, the run ends with exit code 1, and a supervisor starts it
+        again. HTTP 401 is transient because tokens are renewed.
       DAMAGE: the store did answer, and a file is gone, or its bytes differ from the bytes that were written. Only then
         may an older checkpoint be used.
       PERMANENT: the store says no (HTTP 403, a missing bucket, a full or read-only disk). The call is not repeated, and
@@ -109,7 +109,7 @@ def one_line(error: BaseException) -> str:
 def retried(call: Callable[[], T], what: object) -> T:
     """The result of `call`, repeated after transient errors: up to three times, after about 1, 4 and 15 s; stderr says
     so. A try may be cut short, so `call` must bear repetition. Raises StorageFailure, which names `what` (the path that
-    is read or written), if every try failed transiently, or one failed permanently. Other errors are not changed."""
+    is read or written), if every try failed transiently, or one failed permanently. Other errors pass unchanged."""
     for number in range(len(PAUSES) + 1):
         try:
             return call()
@@ -138,8 +138,8 @@ def named(what: object) -> Iterator[None]:
 
 
 def written(write: Callable[[], object], path: object, *, alone: bool) -> None:
-    """Calls `write`, repeated after transient errors if this process is `alone`: several hosts meet at its barriers.
-    Raises StorageFailure, which names `path`, for every error."""
+    """Calls `write`; if this process is `alone`, again after transient errors. Several hosts wait for each other inside
+    `write`, so it is not repeated. Raises StorageFailure, which names `path`, for every error."""
     what = f"{path} could not be written"
     with named(what):
         if alone:

@@ -229,8 +229,8 @@ class Folder:
     Attributes:
       home: the folder that lasts; weights and the journal are written to it directly.
       files: the local folder of all other files: `home` itself or, for a bucket, a temporary folder that starts empty.
-        Its changes are copied to the bucket every half minute, at `push`, and at the end. It is then deleted, unless
-        this copy fails.
+        Changes in the temporary folder are copied to the bucket every half minute, at `push`, and at the end. At the
+        end the temporary folder is deleted, unless its last copy fails.
     """
 
     def __init__(self, address: str | Path):
@@ -275,7 +275,7 @@ class Folder:
 
     def fetch(self) -> None:
         """Copies a bucket to `files`, without the subfolders checkpoints, reference, initial, base and journal. A local
-        folder is only checked. Raises ValueError if it has a pipe or a device: a process that reads a pipe may wait for
+        folder is only checked: ValueError if it has a pipe or a device, as a process that reads a pipe may wait for
         ever. Raises StorageFailure if the bucket cannot be read, after retries."""
         if not self._remote:
             for path in self.files.rglob("*"):

@@ -35,7 +35,7 @@ class Damaged(Refused):
 
 
 def signed(tree: Tree) -> dict[str, Tree]:
-    """{"tree": `tree`, "checksums": u32[L, 2]}: one of each of its L leaves, made on the leaf's devices. Collective."""
+    """Returns {"tree": `tree`, "checksums": u32[L, 2], a checksum of each of the L leaves, on devices}. Collective."""
     return {"tree": tree, "checksums": hosts.checksums_of_leaves(tree)}
 
 

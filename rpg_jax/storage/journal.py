@@ -63,8 +63,8 @@ class Record(NamedTuple):
 class Journal:
     """The journal of one process of a run. `add` and `prune` never wait for the disk: a thread writes and deletes.
 
-    The process keeps at most `max_bytes`; `prune` makes room. No method raises an error of the disk or the bucket:
-    stderr says it, and the groups are sampled again. `directory` may be in a bucket.
+    The process's files hold at most `max_bytes`; further groups are dropped until `prune` makes room. No method raises
+    an error of the disk or the bucket: stderr says it, and the groups are sampled again. `directory`: also in a bucket.
     """
 
     def __init__(self, directory: Path | epath.Path, *, max_bytes: int):
@@ -76,10 +76,10 @@ class Journal:
         self._counting = threading.Lock()
 
     def find(self, keys: Sequence[Key]) -> dict[int, list[Completion]]:
-        """Returns the groups that an earlier process completed, as {index in `keys`: completions}, for the keys that it
-        has. Each key has integers `step` (from 0), `prompt_id` and `version`; all keys have the same `step`. A group is
-        found once: another call does not return it. stderr says why groups of these prompts with other keys are not
-        used."""
+        """Returns the groups that an earlier process completed, as {index in `keys`: completions}, for the keys that
+        have a group. Each key has integers `step` (from 0), `prompt_id` and `version`; all keys have the same `step`.
+        Calls for a step, with no other step between, find a group once. stderr says why groups of these prompts with
+        other keys are not used."""
         step = keys[0]["step"] if keys else -1
         if step != self._loaded[0]:
             self._loaded = step, self._load(step) if step in self._left else {}
@@ -105,7 +105,7 @@ class Journal:
         self._writer.add(key, completions)
 
     def prune(self, before: int) -> None:
-        """Drops the groups of steps below `before`, from 0 on. Every process calls it, and has room for groups then.
+        """Drops the groups of steps 0, …, `before` - 1. Every process calls it, and has room for groups then.
         A thread does it later; the thread of the first process deletes the files of all processes."""
         self._left = {step for step in self._left if step >= before}
         self._writer.prune(before)

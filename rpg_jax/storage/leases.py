@@ -72,11 +72,11 @@ class Owner:
 class Lease(contextlib.AbstractContextManager["Lease"]):
     """A context in which this process alone may write the folder `home`; entered once. A thread renews the lease.
 
-    Entering takes the lease, and raises ValueError if another process holds it. An owner on this machine either lives
-    or has ended. An owner elsewhere is gone once its beat stands still for `stale_seconds`; the clocks of the machines
-    need not agree. Entering waits twice this time for an owner elsewhere whose beat goes on, because the owner may have
-    been asked to stop. If another process takes the lease later, a thread calls `lost` with a line that names the other
-    process. The present process must then end.
+    Entering takes the lease, from an owner that is gone too. If the owner lives on this machine, entering raises
+    ValueError at once. An owner elsewhere is gone once its beat stands still for `stale_seconds`; clocks need not
+    agree. If its beat goes on for twice this time, entering raises ValueError. Leaving gives the lease up. If another
+    process takes the lease inside the context, a thread calls `lost` with a line that names the other process. The
+    present process must then end.
     """
 
     def __init__(
