@@ -81,9 +81,9 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Tree, record: Mapping[str, Any]) -> None:
-        """Starts writing `state` and the JSON-able `record` under `step`; waits for the previous save first. If the
-        previous save failed transiently for good, stderr says so, and this save replaces it. Raises StorageFailure if
-        the previous save failed otherwise, or this save cannot start; the next call raises what fails later."""
+        """Starts writing `state` and the JSON-able `record` under `step`; waits for the previous save first. If a
+        transient failure lost the previous save, stderr says so, and this save replaces it. Raises StorageFailure if
+        the previous save failed otherwise, or this save cannot start; `wait` raises what fails later."""
         try:
             self.wait()
         except StorageFailure as error:
@@ -312,7 +312,7 @@ def read_record(path: epath.Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def committed_steps(directory: Path | epath.Path) -> list[int]:
-    """Steps of the complete checkpoints in `directory`, oldest first; [] without the folder, even as a run writes."""
+    """Steps of the complete checkpoints in `directory`, oldest first; [] without the folder. A run may be writing."""
     there = directory.iterdir() if directory.exists() else ()
     return sorted(int(path.name) for path in there if path.name.isdigit() and _is_committed(path))
 

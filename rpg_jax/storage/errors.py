@@ -138,8 +138,8 @@ def named(what: object) -> Iterator[None]:
 
 
 def written(write: Callable[[], object], path: object, *, alone: bool) -> None:
-    """Calls `write`; if this process is `alone`, again after transient errors. Several hosts wait for each other inside
-    `write`, so it is not repeated. Raises StorageFailure, which names `path`, for every error."""
+    """Calls `write`, and again after transient errors if this process is `alone`. One of several hosts must not repeat
+    `write`, in which hosts wait for each other. Raises StorageFailure, which names `path`, for every error."""
     what = f"{path} could not be written"
     with named(what):
         if alone:

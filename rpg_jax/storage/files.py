@@ -262,7 +262,7 @@ class Folder:
             shutil.rmtree(self.files.parent)
 
     def set_aside(self) -> epath.Path:
-        """Moves the run with its weights to the first free `replaced/NAME-K` beside it, K from 0. Returns its path."""
+        """Moves the run with its weights to the first free `replaced/NAME-K` beside it, K from 0. Returns the path."""
         aside = self.home.parent / "replaced"
         with self._lock:
             target = next(t for k in itertools.count() if not (t := aside / f"{self.home.name}-{k}").exists())

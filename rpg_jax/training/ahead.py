@@ -89,7 +89,7 @@ class AheadCollector(Collector):
         """Does nothing: the next `take` hands the weights to the batch that it begins."""
 
     def sync(self, params: Any, version: int) -> None:
-        """Makes a copy of `params`, weights of `version` updates, the rollout's weights: the next step donates `params`
+        """Gives the rollout a copy of `params`, the weights after `version` updates: the next step donates `params`
         while the rollout samples. Raises RolloutError unless the rollout then holds the same bits, in its own dtype."""
         super().sync(self.rollout.stage_weights(params), version)
 
@@ -150,8 +150,8 @@ class AheadCollector(Collector):
 
 
 def sampled(collected: Collected, errors: Mapping[str, int], version: int) -> Sampled:
-    """Returns the `Sampled` of a step with the groups `collected`, the failed verdicts by kind, and the `version` of
-    the trainer's weights. The groups to train have behaviour log-probs by `without_present`; `to_carry` is empty."""
+    """Returns the `Sampled` of a step from its groups `collected`, the failed verdicts `errors` by kind, and the
+    trainer's weights `version`. The groups to train are those of `without_present`; `to_carry` is empty."""
     trained = collected.trained
     return Sampled(collected, errors, without_present(trained, version), staleness=staleness(trained, version))
 

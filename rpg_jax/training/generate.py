@@ -31,7 +31,8 @@ class Part:
 
     Attributes:
       group: without scores, with its completions so far.
-      step, draw: origin of the random numbers: the step that trains the group, and the occurrence of the problem in it.
+      step, draw: choose the random numbers: the step that trains the group, and how often the problem came before in
+        the step.
       max_tokens: the most tokens of a completion after the call.
       index: the number of the completion that goes on. None: the group begins.
     """
@@ -64,10 +65,9 @@ class GroupGenerator:
     step needs two draws.
 
     Processes divide the prompts as the rollout says (`Split`). A process scores the groups that it samples, or every
-    n-th group if all n sample together. It returns all groups, in order. A complete or scored group is a heartbeat.
-    `encode` makes a problem's prompt, i32[n]; `decode` makes text of token ids. With `play`, an environment answers
-    every turn: `play` makes the player of a request from the request's problems. With `journal`, groups that the run's
-    journal has are not sampled again, but scored again.
+    n-th group if all n sample together. All processes get all groups, in order. A complete or scored group is a
+    heartbeat. `encode` makes a problem's prompt, i32[n]; `decode` makes text of token ids. `play` makes the environment
+    of a request from its problems. Groups that `journal` has are not sampled again, but scored again.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class GroupGenerator:
         return self._noted(self._joined({places[i]: group for i, group in made.items()}, errors))
 
     def draw(self, parts: Sequence[Part], *, step: int) -> list[list[Completion]]:
-        """Draws the next tokens of each part. Returns its completions with the tokens of earlier calls: a group that
-        begins, or the one completion that goes on. `step` is the present step: the journal keeps the groups of a step
+        """Draws the next tokens of each part. Returns each part's completions, with the tokens of earlier calls: all of
+        a group that begins, or the one that goes on. `step` is the present step: the journal keeps the groups of a step
         together. Blocks; all processes call it with the same parts. Raises the errors of `Rollout.generate`."""
         split, places = self._rollout.split, list(range(len(parts)))
         places = hosts.share(places) if split is Split.SHARE else places

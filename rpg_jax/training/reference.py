@@ -247,7 +247,7 @@ class Reference:
 
     def take_over(self, state: Mapping[str, Any], read: Callable[[int, Any], Any]) -> None:
         """Takes over the reference of another run, whose `commit` returned `state`, with its snapshot if there is one.
-        `read(number, like)` returns the weights of a snapshot of that run, laid out as `like`."""
+        `read(number, like)` returns that run's snapshot, laid out as `like`. Raises the errors of `read` and saving."""
         self.restore(state)
         if self._stores and not self._unwritten:
             self._write(read(self.number, self._like))
