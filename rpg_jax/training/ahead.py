@@ -45,7 +45,7 @@ class AheadCollector(Collector):
 
     Attributes:
       collect, take_errors, stream: as in `Collector`; one thread at a time calls them.
-      rollout: on one device, or on other devices than the trainer's.
+      rollout: on other devices than the trainer's, unless there is one device only.
       max_staleness: steps, at least 1.
       steps: the number of steps of the run; nothing is sampled for later steps.
 

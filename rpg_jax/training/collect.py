@@ -27,7 +27,7 @@ class DynamicSampling:
 
     Attributes:
       oversample: prompts of a batch, in units of prompts_per_step. 0: as many as should fill the step (`batch_size`).
-      max_batches: the most batches of a step. If too few groups are informative then, the step trains these few.
+      max_batches: the most batches of a step, which then trains its informative groups; ValueError if it has none.
       surplus: what to do with informative groups that the step does not need. "drop" forgets them. "carry" hands at
         most as many as one step needs to the next step, which trains them first, and forgets the rest.
     """

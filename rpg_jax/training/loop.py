@@ -33,7 +33,7 @@ class Algorithm:
       advantages: computes the advantages of a batch, see `advantages_fn`; None with a critic.
       programs: the jitted log-prob pass and update.
       reference: the KL anchor; remembers when it moved.
-      updates_per_step, epochs: mini-batches of a step's batch, and passes over it; a step has their product of updates.
+      updates_per_step, epochs: mini-batches of a batch, and passes over it; updates_per_step · epochs updates a step.
       on_policy: a step has one update, on completions of the weights before the update. Then π_old is the policy in
         training. The update itself computes log π_old, the entropy and the sampler's gap, without a pass before it.
       decoupled: π_old is the policy at the beginning of the step, π_prox, for stale completions too. So w = π_θ/π_prox
