@@ -160,7 +160,7 @@ class Objective:
     Attributes:
       loss: the loss of the log-probs.
       mean: aggregates the bonus and the value loss in the way in which the loss aggregates its tokens.
-      entropy_coef: weight of the entropy bonus; at 0 the bonus is not computed.
+      entropy_coef: >= 0, the weight of the entropy bonus; at 0 the bonus is not computed.
       critic: the learned baseline, or None.
       on_policy: π_old is the policy in training, see `loop.Algorithm`. Then the log-probs of the update are also log
         π_old, without a gradient. The metrics of the update have the entropy and the sampler's gap.
