@@ -95,8 +95,8 @@ class AheadCollector(Collector):
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """A context in which the rollout serves the caller alone. Entering waits for all batches that `take` has begun.
-        If some hosts evaluated before a batch and others after it, all would wait for each other for ever."""
+        """A context in which the rollout serves the caller alone. Entering waits for all batches that `take` has begun,
+        so that no host evaluates before a batch and another host after it. A later `take` raises a batch's error."""
         wait(self._jobs.values())
         with self._turn:
             yield
@@ -167,8 +167,8 @@ def without_present(groups: Sequence[Group], version: int) -> list[Group]:
 
 
 def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Returns the metrics staleness_updates and staleness_updates_max: mean and maximum, over the tokens that the
-    policy sampled in `groups`, of the updates between the weights that drew a token and weights `version`."""
+    """Returns the metrics staleness_updates and staleness_updates_max: mean and maximum, over the tokens (at least
+    one) that the policy sampled in `groups`, of the updates between the weights that drew a token and `version`."""
     ages = np.concatenate([version - c.token_versions[c.sampled] for g in groups for c in g.completions])
     return {"staleness_updates": float(ages.mean()), "staleness_updates_max": int(ages.max())}
 
