@@ -173,7 +173,7 @@ def of_arrays(loss: Loss | Callable[..., TokenLoss]) -> Callable[..., tuple[jax.
 
     passes_on_to(declared.function)(called)
     called.__name__ = called.__qualname__ = declared.name
-    called.__doc__ = f"{inspect.getdoc(declared.function)}\n{_ARRAYS}"
+    called.__doc__ = f"{inspect.getdoc(declared.function) or declared.name}\n{_ARRAYS}"
     return called
 
 

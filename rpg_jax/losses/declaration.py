@@ -203,7 +203,7 @@ class Loss:
         object.__setattr__(self, "hyperparameters", declared(self.function))
 
     def latex(self, **hyperparameters: Any) -> str:
-        """LaTeX of a token's loss with these hyperparameters, or "". `rpg` needs `divergence` and `estimator`."""
+        """LaTeX of a token's loss with these hyperparameters, or "" if the loss has no equation."""
         return self.equation if isinstance(self.equation, str) else self.equation(**hyperparameters)
 
     def check(self, given: Mapping[str, Any], of_every_loss: Mapping[str, Any]) -> None:

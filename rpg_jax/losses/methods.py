@@ -101,9 +101,9 @@ GRPO: dict[str, Any] = {"reference": "fixed", "kl_coef": 1e-3, **SYMMETRIC_CLIP}
 def of_completions(divergence: str, source: str, **hyperparameters: float | str) -> Method:
     """A row of RPG for completions: leave-one-out advantages, a fixed reference, completions count by their token sums.
 
-    `hyperparameters` of `rpg` replace values of the recipe; the bounds of the clip are always `CLIP_HIGHER`. Dynamic
-    sampling is off: it would drop groups with equal rewards, and the KL of these groups too. `COMPLETIONS` has no
-    RPG-SEQ row of an unnormalized divergence, because the baseline removes the mass term.
+    `hyperparameters` of `rpg` replace values of the recipe. Dynamic sampling is off: it would drop groups with equal
+    rewards, and the KL of these groups too. `COMPLETIONS` has no RPG-SEQ row of an unnormalized divergence, because
+    the baseline removes the mass term.
     """
     recipe: dict[str, Any] = {"estimator": "reinforce", "level": "sequence", "clip": "dual", "kl_coef": 0.1}
     return row(
@@ -113,8 +113,7 @@ def of_completions(divergence: str, source: str, **hyperparameters: float | str)
         aggregate="sequence_mean_token_sum",
         reference="fixed",
         divergence=divergence,
-        **CLIP_HIGHER,
-        **recipe | hyperparameters,
+        **CLIP_HIGHER | recipe | hyperparameters,
     )
 
 

@@ -43,8 +43,8 @@ Weight = Literal["token", "product", "capped", "none"]
 
 def equation(
     *,
-    divergence: str,
-    estimator: str,
+    divergence: str = "urkl",
+    estimator: str = "reinforce",
     clip: str = "dual",
     level: str = "token",
     weight: str = "token",

@@ -173,8 +173,10 @@ def file_names(count: int) -> list[str]:
 
 
 def write_index(folder: Path, owner: Mapping[str, str], size: int) -> None:
-    """Writes the index of a folder's weights, model.safetensors.index.json, if `owner` names several files. `owner` has
-    the file name of each tensor, and `size` is the sum of all tensors' bytes. For one file an earlier index stays."""
-    if len(set(owner.values())) > 1:
+    """Writes the index of a folder's weights, model.safetensors.index.json, if `owner` names several files; for one
+    file it deletes an earlier index. `owner` has the file name of each tensor; `size` is the sum of all their bytes."""
+    if len(set(owner.values())) == 1:
+        (folder / INDEX).unlink(missing_ok=True)
+    else:
         index = {"metadata": {"total_size": size}, "weight_map": owner}
         write_atomically(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -50,7 +50,8 @@ class _Place:
 class Folder(contextlib.ExitStack):
     """Opens the safetensors of a folder, to read slices of tensors. A context, which closes the files. It opens the
     files that the folder's index names; without an index, or with another `single` than the default, the one file
-    `single`. Raises ValueError if a file is missing, or a file or the index is damaged."""
+    `single`. Raises ValueError if a file is missing, a file or the index is damaged, or a tensor has another dtype than
+    float32, bfloat16 and float16."""
 
     def __init__(self, path: Path | str, single: str = "model.safetensors"):
         super().__init__()
@@ -66,15 +67,17 @@ class Folder(contextlib.ExitStack):
                 file = self.enter_context(safe_open(self.path / name, framework="numpy"))
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{self.path / name} is damaged: {error}. Copy it again from where it came") from error
-            self._files |= dict.fromkeys(file.keys(), file)
+            dtypes = {tensor: file.get_slice(tensor).get_dtype() for tensor in file.keys()}  # noqa: SIM118 - no mapping
+            if wrong := next((item for item in dtypes.items() if item[1] not in _DTYPES), None):
+                raise ValueError(f"{self.path / name} has {wrong[0]} as {wrong[1]}; known: {', '.join(_DTYPES)}")
+            self._files |= dict.fromkeys(dtypes, file)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shape of every tensor, by name."""
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
 
     def places(self) -> dict[str, _Place]:
-        """Returns where every tensor's bytes are, by name; to be read while the folder is open. Raises ValueError if a
-        tensor has another dtype than float32, bfloat16 and float16."""
+        """Returns where every tensor's bytes are, by name; to be read while the folder is open."""
         found = {}
         for path in (self.path / name for name in self._names):
             file = os.open(path, os.O_RDONLY)
@@ -83,8 +86,6 @@ class Folder(contextlib.ExitStack):
             head = json.loads(os.pread(file, size, 8))  # `safe_open` has checked it
             head.pop("__metadata__", None)
             for name, own in head.items():
-                if own["dtype"] not in _DTYPES:
-                    raise ValueError(f"{path} has {name} as {own['dtype']}; known: {', '.join(_DTYPES)}")
                 found[name] = _Place(path, file, 8 + size + own["data_offsets"][0], own["dtype"])
         return found
 

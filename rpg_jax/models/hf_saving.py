@@ -176,7 +176,7 @@ def save(folder: Path | str, config: DecoderConfig, params: Params, *, dtype: An
 
     A collective, which waits until the folder is complete: all processes must see the folder. Host memory holds two
     blocks of at most 64 MiB, or of one layer of one matrix, at a time. Raises OSError, which names the file, and, after
-    the weights are written, ValueError as `Saving.complete`. Give a new folder: an earlier index there would be read.
+    the weights are written, ValueError as `Saving.complete`.
 
     Args:
       dtype: of the weights in the folder; None keeps the dtype of the params.

@@ -79,7 +79,7 @@ def platform() -> str:
 
 def tensor_cores() -> int:
     """Returns how many TensorCores share a kernel on the TPU that programs are compiled for: 2 on v4, v5p; else 1."""
-    return getattr(_device(), "num_cores", None) or 1
+    return (platform() == "tpu" and getattr(_device(), "num_cores", None)) or 1  # a GPU's cores are counted too
 
 
 def multiplies_int8() -> bool:

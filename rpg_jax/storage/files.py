@@ -73,7 +73,10 @@ def secret() -> bytes:
     with contextlib.suppress(OSError, RuntimeError):
         (file := cache_folder() / "secret").parent.mkdir(parents=True, exist_ok=True)
         if not file.exists():
-            write_atomically(file, secrets.token_bytes(32), mode=0o600)
+            with (file.parent / ".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not file.exists():  # of several first calls, one writes
+                    write_atomically(file, secrets.token_bytes(32), mode=0o600)
         return file.read_bytes()
     return b""
 
@@ -124,8 +127,8 @@ def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], obj
     """
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no file, and is not replaced: give another name")
-    # A hidden name, so that `Folder` does not copy it; one of this process, so that two writers do not share it.
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # A hidden name, so that `Folder` does not copy it; one of this thread, so that two writers do not share it.
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
     try:
         partial.unlink(missing_ok=True)  # the file of a killed process, or somebody's link
         with naming(path), open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:

@@ -11,6 +11,7 @@ import pytest
 
 from rpg_jax.losses import LOSSES, PrefixKL, policy_loss
 from rpg_jax.losses.declaration import Loss
+from rpg_jax.losses.methods import of_completions
 
 PPO = dict(clip_low=0.2, clip_high=0.2, clip_dual=10.0)  # arXiv:1707.06347 Table 1
 HIGHER = dict(clip_low=0.2, clip_high=0.28, clip_dual=10.0)  # arXiv:2503.14476 section 4.1
@@ -130,3 +131,17 @@ def test_a_loss_whose_hyperparameter_declares_no_values_is_refused():
 
     with pytest.raises(TypeError, match="careless must declare strength as"):
         Loss(careless, "")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_equation_of_a_loss_is_that_of_its_defaults(name):
+    loss = LOSSES[name]
+    defaults = {
+        k: p.default for k, p in inspect.signature(loss.function).parameters.items() if p.default is not p.empty
+    }
+    assert loss.latex() == loss.latex(**defaults) != ""
+
+
+def test_a_row_of_completions_takes_bounds_of_its_own():
+    own = of_completions("rkl", "mine", clip_low=0.1, kl_coef=0.5).hyperparameters
+    assert (own["clip_low"], own["clip_high"], own["kl_coef"]) == (0.1, 0.28, 0.5)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from rpg_jax import models, parallel
 from rpg_jax.models import hf_saving
@@ -66,6 +66,26 @@ def test_a_folder_read_whole_becomes_the_same_params_on_any_mesh(name, mesh, dty
     jax.tree.map(np.testing.assert_array_equal, placed, expected)
 
 
+def test_a_folder_has_the_weights_that_were_saved_last(tmp_path):
+    config = models.read_config(GOLDEN / "qwen3")
+    first = models.load(GOLDEN / "qwen3", config)
+    last = jax.tree.map(lambda x: x + 1, first)
+    for params, options in ((first, {"max_file_bytes": 4000}), (last, {}), (first, {"max_file_bytes": 4000})):
+        models.save(tmp_path, config, params, **options)
+        jax.tree.map(np.testing.assert_array_equal, models.load(tmp_path, config), params)
+
+
+def test_a_folder_of_eight_bits_is_refused_by_name(tmp_path):
+    """As the FP8 checkpoints of Qwen3, which numpy has no dtype for."""
+    config = models.read_config(GOLDEN / "qwen3")
+    models.save(tmp_path, config, models.load(GOLDEN / "qwen3", config))
+    weights = load_file(tmp_path / "model.safetensors")
+    eight = {name: x.astype(jnp.float8_e4m3fn) for name, x in weights.items()}
+    save_file(eight, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="as F8_E4M3; known: F32, BF16, F16"):
+        models.load(tmp_path, config)
+
+
 def test_a_folder_that_is_cut_short_or_of_other_numbers_is_refused(tmp_path):
     config = models.read_config(GOLDEN / "qwen3")
     models.save(tmp_path, config, models.load(GOLDEN / "qwen3", config))
@@ -75,8 +95,9 @@ def test_a_folder_that_is_cut_short_or_of_other_numbers_is_refused(tmp_path):
     with pytest.raises(ValueError, match="model.safetensors is damaged"):
         models.read(tmp_path, config)
     file.write_bytes(whole.replace(b'"F32"', b'"I32"'))
-    with pytest.raises(ValueError, match="as I32; known: F32, BF16, F16"):
-        models.read(tmp_path, config)
+    for read in (models.read, models.load):
+        with pytest.raises(ValueError, match="as I32; known: F32, BF16, F16"):
+            read(tmp_path, config)
     file.unlink()
     with pytest.raises(ValueError, match="lacks the weight files"):
         models.read(tmp_path, config)

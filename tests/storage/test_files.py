@@ -1,5 +1,6 @@
 """Where runs lie: addresses that are none are refused, and a bucket has what the local folder has."""
 
+import contextlib
 import os
 import pathlib
 import stat
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -101,6 +103,28 @@ def test_atomic_writing_leaves_only_the_file(tmp_path, content):
     path.write_text("old", encoding="utf-8")
     storage.write_atomically(path, content)
     assert path.read_text(encoding="utf-8") == "new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_first_calls_at_the_same_time_find_one_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    write, barrier = storage.files.write_atomically, threading.Barrier(2)
+
+    def late(*arguments, **options):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            barrier.wait(0.2)  # until both write, if both do
+        write(*arguments, **options)
+
+    monkeypatch.setattr(storage.files, "write_atomically", late)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: storage.files.secret(), range(2))
+    assert first == second and len(first) == 32
+
+
+def test_writers_of_one_file_in_several_threads_leave_one_content(tmp_path):
+    contents = [bytes([number]) * 5000 for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda content: storage.files.write_atomically(tmp_path / "a", content), contents * 40))
+    assert (tmp_path / "a").read_bytes() in contents and [*tmp_path.iterdir()] == [tmp_path / "a"]
 
 
 def test_the_secret_is_this_users_alone_from_its_first_byte(tmp_path, monkeypatch):
