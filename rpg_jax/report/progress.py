@@ -114,7 +114,9 @@ class Progress:
     def _numbers(self) -> list[str]:
         in_headline = "accuracy" if self.goal is not None else ""
         shown = {key: f"{name} {form.format(self._latest[key])}" for key, name, form in SHOWN if key in self._latest}
-        if parts := [f"{key[7:]} {value:+.2f}" for key, value in self._latest.items() if key.startswith("reward/")]:
+        if "reward" in shown and (
+            parts := [f"{key[7:]} {value:+.2f}" for key, value in self._latest.items() if key.startswith("reward/")]
+        ):
             shown["reward"] += f" ({', '.join(parts)})"
         return [text for key, text in shown.items() if key != in_headline]
 

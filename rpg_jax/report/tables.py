@@ -24,7 +24,8 @@ Json = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Runs whose configs differ only in seed, places, logs and servers. `label`: the method and two fields at most."""
+    """Runs whose configs differ only in seed, places, logs and servers. `label` is the method and two fields, or more if
+    another config would have an equal label."""
 
     label: str
     runs: Sequence[Run]
@@ -42,7 +43,10 @@ def configs_of(runs: Sequence[Run]) -> list[Config]:
         counted = {k: v for k, v in run.config.items() if not _is_aside(k)}
         by_fields.setdefault(json.dumps(counted or run.name, sort_keys=True), []).append(run)
     groups = list(by_fields.values())
-    return [Config(_label(own[0], [g[0] for g in groups]), own) for own in groups]
+    firsts = [own[0] for own in groups]
+    short = [_label(run, firsts, SHOWN_FIELDS) for run in firsts]
+    labels = [text if short.count(text) == 1 else _label(run, firsts) for text, run in zip(short, firsts, strict=True)]
+    return [Config(label, own) for label, own in zip(labels, groups, strict=True)]
 
 
 def _is_aside(field: str) -> bool:
@@ -71,17 +75,17 @@ def anchor(config: Config) -> str:
     }.get(rule, str(rule))
 
 
-def _label(run: Run, all_runs: Sequence[Run]) -> str:
-    """The name of the method, and the first two fields, by name, in which `run` differs from another run of the method
-    in `all_runs`, with its values; "…" for further fields. Without config.json, the name of the run."""
+def _label(run: Run, all_runs: Sequence[Run], most: int | None = None) -> str:
+    """The name of the method, and the first `most` fields (None: all), by name, in which `run` differs from another run
+    of the method in `all_runs`, with its values; "…" for further fields. Without config.json, the name of the run."""
     method = run.config.get("method")
     if method is None:
         return run.name
     rivals = [r.config for r in all_runs if r.config.get("method") == method]
     names = sorted({k for r in rivals for k in r if not _is_aside(k)})
     fields = [k for k in names if any(r.get(k) != run.config.get(k) for r in rivals)]
-    parts = [f"{k.rpartition('.')[2]} {_text(run.config.get(k))}" for k in fields[:SHOWN_FIELDS]]
-    return ", ".join([str(method), *parts, *(["…"] if len(fields) > SHOWN_FIELDS else [])])
+    parts = [f"{k.rpartition('.')[2]} {_text(run.config.get(k))}" for k in fields[:most]]
+    return ", ".join([str(method), *parts, *(["…"] if len(parts) < len(fields) else [])])
 
 
 def _text(value: Any) -> str:

@@ -209,8 +209,8 @@ def check(
     is right (None: the first verifier): if its score is above `right_above` (None: at least 1). Raises ValueError if a
     part is unknown, an option is unknown, missing, out of its range or for a part without a weight, a weight is not
     within ±1e6, no part is a verifier, `accuracy` is not a verifier among the parts, or the judge decides accuracy
-    without `right_above`. Of the judge only `url` and `prompt` are checked, and an unknown option raises TypeError.
-    Options of "math_verify" and "module:function" are not checked.
+    without `right_above`. The values of the judge's options other than `url` and `prompt`, and the options of
+    "math_verify" and "module:function", are not checked.
     """
     for name in {**weights, **options}:
         if name not in weights:
@@ -257,12 +257,12 @@ def _check_options(name: str, given: Mapping[str, Any]) -> None:
         raise ValueError(f"unknown reward {name!r}; known: {names}")
     if verifier and verifier.pooled:
         return  # only an import of foreign code can tell
-    if name == JUDGE:
-        Server(**given)
-        return
-    parameters = inspect.signature(verifier.load() if verifier else known[name]).parameters.values()
-    accepted = {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
+    function = Server if name == JUDGE else verifier.load() if verifier else known[name]
+    parameters = inspect.signature(function).parameters.values()
+    accepted = {p.name: p.default is p.empty for p in parameters if name == JUDGE or p.kind is p.KEYWORD_ONLY}
     unknown = sorted(set(given) - set(accepted))
     missing = sorted(k for k, required in accepted.items() if required and k not in given)
     if unknown or missing:
         raise ValueError(f"reward {name!r}: unknown options {unknown}, missing {missing}; it takes {sorted(accepted)}")
+    if name == JUDGE:
+        Server(**given)

@@ -119,6 +119,13 @@ def test_runs_that_differ_in_their_servers_are_runs_of_one_config(leave):
     assert len(tables.configs_of([*runs, leave("a", 2, servers={"urls": "x"}, train={"updates_per_step": 9})])) == 2
 
 
+def test_labels_tell_configs_apart_that_differ_in_the_third_field_alone():
+    values = ((1, 1, 1), (1, 1, 2), (2, 2, 1))
+    runs = [Run("run", 0, {"method": "a", "x": x, "y": y, "z": z}, []) for x, y, z in values]
+    labels = [config.label for config in tables.configs_of(runs)]
+    assert labels == ["a, x 1, y 1, z 1", "a, x 1, y 1, z 2", "a, x 2, y 2, …"]
+
+
 def test_no_row_is_the_best_below_three_seeds(leave):
     runs = [leave("a", s) for s in range(3)] + [leave("b", s, accuracy=0.7) for s in range(2)]
     configs = tables.configs_of(runs)

@@ -41,6 +41,8 @@ def test_unknown_names_list_the_known_ones():
         rewards.Scorer("exakt")
     with pytest.raises(ValueError, match="unknown options \\['patern'\\].*\\['pattern'\\]"):
         rewards.Scorer({"exact": 1, "format": 1}, options={"format": {"patern": "number"}})
+    with pytest.raises(ValueError, match="reward 'judge': unknown options \\['urls'\\]"):
+        rewards.Scorer({"judge": 1}, options={"judge": {"urls": "http://a"}}, right_above=0.5)
     with pytest.raises(ValueError, match="'overlong'.*missing \\['buffer', 'limit'\\]"):
         rewards.Scorer({"exact": 1, "overlong": 1})
     with pytest.raises(ValueError, match="no verifier among \\['format'\\]"):
