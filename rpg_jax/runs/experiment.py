@@ -55,11 +55,11 @@ class Experiment:
 
     @property
     def config(self) -> ConfigDict:
-        """The resolved config. Its mesh and micro-batch may have been changed to fit the devices."""
+        """The resolved config. Its mesh, rollout devices and micro-batch may have been changed to fit the devices."""
         return self.layout.config
 
     def sampling(self, temperature: float) -> Sampling:
-        """How completions are drawn at `temperature` (0: greedy): the config's limits, the tokenizer's stop tokens."""
+        """How completions are drawn at `temperature` (0: greedy), by the config's top_p, top_k, min_p, max_tokens."""
         c = self.config.rollout
         return Sampling(temperature, c.top_p, c.top_k, c.max_tokens, tuple(self.tokenizer.stop_token_ids), c.min_p)
 
@@ -74,8 +74,8 @@ def entered(config: ConfigDict, **how: Any) -> Iterator[tuple[Experiment, storag
     """Opens a run that begins or continues. Yields (the run's experiment, its folder, a stack that the end closes).
 
     All processes of the run enter together. In the block the run's mesh is active, and no other run writes to the
-    folder. The keywords `how` go to `open_experiment`. Prints the experiment's notes. Raises ValueError if the
-    processes differ, the folder is in use or belongs to another config, or `open_experiment` refuses the config."""
+    folder. The keywords `how` go to `open_experiment`. Prints the experiment's notes. Raises ValueError if the folder
+    is in use or belongs to another config, or if `processes.check` or `open_experiment` refuses the config."""
     processes.check(config)
     if processes.platform() == "cpu":
         cli.keep_buffers()
@@ -108,7 +108,7 @@ def open_experiment(
       answers: drops problems without an answer, if the rewards need answers.
       handed: objects of a Python program, {name in the config: object}; `environment.name` may be among the names.
 
-    Raises ValueError if there is no device, or if task, environment, tokenizer or layout refuse the config."""
+    Raises ValueError if there is no device, or if task, environment, tokenizer, model or layout refuse the config."""
     processes.platform()
     if train:
         _check_model(config)
@@ -140,9 +140,9 @@ def _check_model(config: ConfigDict) -> None:
 
 
 def make_stage(config: ConfigDict, handed: Handed = NOTHING) -> Stage | None:
-    """The environment `environment.name`, imported or taken from `handed` by this name; None if the config names none.
-    The stage may start worker processes, which its `close` ends. Raises ValueError if there is no such environment, if
-    the environment cannot be made, or if `rollout.driver` is lockstep in several processes."""
+    """The environment `environment.name`, from `handed` or imported; None if the config names none. An environment that
+    runs in this process is made now; otherwise worker processes make it at the first call, and `close` ends them.
+    Raises ValueError for an unknown name, an environment that cannot be made now, or lockstep in several processes."""
     c = config.environment
     if c.name is None:
         return None
@@ -178,7 +178,7 @@ def make_rollout(
     """A rollout in this process with the policy's weights, by `rollout.driver`. A driver that samples on servers is
     replaced by the orchestrator. Several processes share one list of prompts, unless the driver is lockstep. `params`
     are all weights, a nested dict of arrays, or the adapters of the frozen `base`. `decoding` None: `make_decoding`
-    chooses slots, lengths and mesh; a `decoding` of the caller's own is used with the driver lockstep."""
+    chooses slots, lengths and mesh. With a `decoding` the driver is lockstep, whatever `rollout.driver` says."""
     merge, chosen = layout.config.model.lora.merged, layout.config.rollout.driver
     if decoding is not None:
         chosen = "lockstep"
@@ -196,9 +196,9 @@ def make_scorer(
     config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS, *, begins: bool = True
 ) -> rewards.Scorer:
     """The scorer of the config's rewards. `functions` are a Python program's rewards, by their names in
-    `rewards.parts`. `begins`: the run is new, and a grade (not 1, 0 or -1) that decides accuracy without
-    `rewards.right_above` is an error of the scorer; otherwise a line notes the grade. Raises ValueError for unknown
-    rewards and options. The caller closes the scorer."""
+    `rewards.parts`. `begins`: the run is new. Then a grade (not 1, 0 or -1) that decides accuracy without
+    `rewards.right_above` raises ValueError at a call of the scorer, if it is among the first 1,000 scores. Other grades
+    are noted on stderr. Raises ValueError for unknown rewards and options. The caller closes the scorer."""
     c = config.rewards
     weights, options = reward_arguments(config)
     how = {"workers": c.workers, "deadline_s": c.deadline_seconds, "accuracy": c.accuracy, "right_above": c.right_above}
@@ -303,7 +303,7 @@ def _decoding_base(layout: Layout, decoding: rollout.Decoding, base: models.Base
 def input_digests(experiment: Experiment) -> dict[str, str]:
     """{name: SHA-256} of tokenizer, the model's dimensions, loaded problems and demonstrations. A name is the config
     field, for a held-out set "FIELD: SET"; without files the fields are "task" and "task, held out". If adapters of
-    `model.path` train without a warm start, the files of the weights are "model.path (weights)"."""
+    `model.path` train without a warm start, "model.path (weights)" has the digest of the files of weights."""
     task, name = experiment.task, experiment.config.task.name
     train, held_out = ("task.train", "task.held_out_sets") if name == "files" else ("task", "task, held out")
     found = {"model.tokenizer": experiment.tokenizer.digest(), "model.path": model_digest(experiment.layout.model)}
@@ -327,8 +327,8 @@ def model_digest(model: models.DecoderConfig) -> str:
 
 
 def code_digests(config: ConfigDict, handed: Handed = NOTHING) -> dict[str, str]:
-    """{"FIELD (module:name)": SHA-256} of the user's own code that the config names, and of the modules that the code
-    imports. An object in `handed`, by "module:name", has the digest of its source text. Nothing is imported."""
+    """{"FIELD (module:name)": SHA-256} of the user's code files that the config names. A module that a file imports is
+    "FIELD (module:name imports OTHER)". An object in `handed` has its source text's digest, if any. Imports nothing."""
     return {
         f"{field} ({name})": digest
         for path, field in own_code(config).items()

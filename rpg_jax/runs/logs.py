@@ -122,7 +122,7 @@ class RunLog:
             rollout_files.rewind(self._run_dir, step)
 
     def drop_samples(self, step: int) -> None:
-        """Drops the completions of steps from `step` on; on process 0."""
+        """Drops the lines of samples.jsonl of step `step` and later steps; on process 0."""
         if hosts.is_first():
             self._samples.rewind(step - 1)
 

@@ -258,8 +258,8 @@ def with_micro_batch(layout: Layout) -> Layout:
 
     A size divides a mini-batch evenly over the devices, and fits if training then fills at most 4/5 of a device. If no
     size fits, the smallest is chosen. The choice depends on the config and the kind of device only; a size below a
-    mini-batch is printed to stderr. On a CPU, whose memory is unknown, the largest size is chosen for packed rows; else
-    the field stays unset, and a micro-batch is a mini-batch."""
+    mini-batch is printed to stderr. On a CPU the memory is unknown: packed rows get the largest size, and without
+    packed rows the field stays unset, so that a micro-batch is a mini-batch."""
     c, fitted, memory = layout.config, layout, layout.device_memory
     if c.train.microbatch_size is not None or (memory is None and not c.train.packed_length):
         return layout
@@ -328,12 +328,12 @@ def own_peaks(layout: Layout) -> dict[str, float]:
 def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, float]:
     """{program: bytes on a device that are not the program's own arguments but stay there while the program runs}.
 
-    The optimizer's state and frozen weights always stay. A copy of the weights for decoding, and the arrays of a step's
-    completions, stay while the trainer works. The cache stays while prompts are prefilled. The reference's weights are
-    there during "log-probs" if it may differ from the policy, and during updates that sum the KL over the vocabulary.
-    With `reference.resident`, and for a teacher, these weights always stay, unless `offload` names the reference.
-    Devices that only sample hold nothing of the trainer's; a copy for them waits on the trainer's devices to be moved.
-    """
+    The programs are those of `own_peaks`, "baseline", "prefill" and "decode". The optimizer's state and frozen weights
+    count where they are no arguments. A copy of the weights for decoding, and the arrays of a step's completions, stay
+    while the trainer works; the cache, during "prefill". The reference's weights are there during "log-probs" if it may
+    differ from the policy, and during updates that sum the KL over the vocabulary. With `reference.resident`, and for a
+    teacher, these weights always stay, unless `offload` names the reference. Devices that only sample hold nothing of
+    the trainer's; a copy for them waits on the trainer's devices to be moved."""
     c, shape = layout.config, row_shape(layout.config)
     weights = bytes_on_a_device(layout.abstract_trained)
     frozen = 0 if layout.abstract_base is None else bytes_on_a_device(layout.abstract_base)
