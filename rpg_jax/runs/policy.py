@@ -49,7 +49,7 @@ NONE: Changes = MappingProxyType({})
 class Sample(NamedTuple):
     """One completion of a prompt. `text` is without special tokens. `tokens` i32[n] are the sampled ids, with the stop
     token if one was drawn. `logprobs` f32[n] are the log-probabilities, in nats, with which the ids were drawn, after
-    temperature and top-p; 0 for greedy ids. `finish_reason` is "stop", for a stop token, or "length", for a limit.
+    temperature, top-k, top-p and min-p; 0 for greedy ids. `finish_reason` is "stop", for a stop token, or "length".
     """
 
     text: str
@@ -97,8 +97,8 @@ class Policy:
           step: the step of the checkpoint; None: the last one.
           overrides: values of config fields, by dotted name, that replace the run's, as {"rollout.max_tokens": 64}.
 
-        Raises ValueError if there is no such run, checkpoint or field. The message names those that exist.
-        """
+        Raises ValueError if there is no such run, checkpoint or field (the message names near ones), a value is of
+        another type, or tokenizer or model are not the run's. Sets JAX's cache, and calls `cli.prepare_libraries`."""
         cli.prepare_libraries()
         run_folder.use_compilation_cache()
         with run_folder.opened(str(run)) as folder:
@@ -147,11 +147,11 @@ class Policy:
         """Draws `k` completions of each prompt. Returns a list of `Sample`s per prompt; for a single prompt, its list.
 
         A prompt is a text, or the messages of a conversation, [{"role": "user", "content": "…"}, …]. Prompts pass the
-        chat template, if the tokenizer has one. Temperature 0 is greedy. A completion has at most `max_tokens` tokens;
-        None, and any larger number, is the config's `rollout.max_tokens`. A line on stderr names a text's characters
-        that the tokenizer does not know; another says if answers are written backwards. Equal arguments give equal
-        completions. Raises ValueError if a prompt is malformed or longer than `task.max_prompt_tokens`, or if `k`,
-        `max_tokens` or `temperature` is out of its range.
+        chat template, if the tokenizer has one. Temperature 0 is greedy; top_p, top_k and min_p are the config's. A
+        completion has at most `max_tokens` tokens; None, and any larger number, is the config's `rollout.max_tokens`.
+        Lines on stderr name a text's characters that the tokenizer does not know, and say if answers are written
+        backwards. Equal arguments give equal completions. Raises ValueError if a prompt is empty, malformed or longer
+        than `task.max_prompt_tokens`, or if `k`, `max_tokens` or `temperature` is out of its range.
         """
         single = isinstance(prompts, str) or bool(prompts and isinstance(prompts[0], Mapping))
         asked: Sequence[Any] = [prompts] if single else prompts
@@ -222,10 +222,10 @@ class Policy:
         self, prompts: Sequence[str], completions: Sequence[str | Sample | Sequence[int]], *, temperature: float = 1.0
     ) -> list[np.ndarray]:
         """Returns one f32[n] for each i: log π(token | prompt, tokens before it), in nats, of every token of
-        `completions[i]` after `prompts[i]`. The logits are divided by `temperature`, as training divides them by its
-        own. A completion is a text, to which no stop token is added, a `Sample` or token ids. Neighbouring completions
-        with equal prompts share the prompt's work. Raises ValueError if the two lists differ in length, a prompt is too
-        long, or a completion has no token, or a token that the model does not have.
+        `completions[i]` after `prompts[i]`, which passes the chat template. The logits are divided by `temperature`,
+        above 0. A completion is a text, to which no stop token is added, a `Sample` or token ids. Neighbouring
+        completions with equal prompts share the prompt's work. Raises ValueError if the two lists differ in length, a
+        prompt is too long, or a completion has no token, or a token that the model does not have.
         """
         if len(prompts) != len(completions):
             raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: give one prompt for each")
@@ -333,10 +333,10 @@ def of_run(
     """The policy of a run's checkpoint after step `step`, by default the last. `folder` is an open, fetched folder.
     `changes` are values of config fields, by dotted name, that replace the run's. `held_out` loads the problems of
     evaluations. Somebody else may have written the config: if it names code to import, other than rewards of `changes`,
-    or a judge to ask, `held_out` needs `trust`. Without `weights` no checkpoint is read, and `Policy.params` is None.
-    `merge` adds adapters to their base; without `merge` the params are the adapters. Raises ValueError if the folder
-    has no run, a field does not exist, `trust` is missing, or the checkpoint is not there.
-    """
+    or a judge to ask, `held_out` needs `trust`. Without `weights` no checkpoint is looked for, and `Policy.params` is
+    None. `merge` adds adapters to their base; without `merge` the params are the adapters. Raises ValueError if the
+    folder has no run, a field does not exist, `trust`, the tokenizer or the checkpoint is missing, or, with `weights`,
+    the tokenizer or the model is not the run's."""
     config = config_files.changed(run_folder.read_config(folder.files), changes)
     if held_out:
         check_trusted(config, folder.home, trust=trust, given=changes.get("rewards.parts", ""))
@@ -365,11 +365,11 @@ def of_config(
     config: ConfigDict, scratch: Path, changes: Changes = NONE, held_out: bool = False, weights: bool = True
 ) -> Policy:
     """The policy of `model.path`, or one with random weights, in `model.compute_dtype`. The adapters of
-    `model.lora.path` are merged into the weights; new adapters change nothing, and are left out. A tokenizer that is
-    trained here is written to `scratch`. `changes` are values of config fields by dotted name. A loss and an advantage
-    "module:function" are imported; `held_out` loads the problems of evaluations, and may import a task and an
-    environment. Without `weights`, `Policy.params` is None. Raises ValueError if the config does not fit.
-    """
+    `model.lora.path` are merged into the weights; new adapters change nothing, and are left out. `changes` are values
+    of config fields by dotted name. A loss and an advantage "module:function" are imported; `held_out` loads the
+    problems of evaluations, and may import a task and an environment. A config without tokenizer and `model.path` needs
+    `held_out`: a tokenizer is trained on the problems, and written to the folder `scratch`. Without `weights`,
+    `Policy.params` is None. Raises ValueError if the config does not fit."""
     changed = config.copy_and_resolve_references()
     changed.update_from_flattened_dict({"model.param_dtype": config.model.compute_dtype, **changes})
     if not changed.model.lora.path:

@@ -83,8 +83,8 @@ def _opened(options: argparse.Namespace, loaded: config_files.Loaded | None) -> 
 def with_context(served: Policy, tokens: int | None) -> Policy:
     """A copy of `served` with room for prompt and completion of `tokens` tokens together, half of them each. None: as
     many as the model has positions for, and at most 8192 on a CPU. Raises ValueError if the model has fewer positions.
-    A device has as many slots as fit its memory, or 1 GiB on a CPU, and at most `rollout.slots` if this field is set.
-    """
+    A device has `rollout.slots` slots (unset: as many as a step of training needs, on a CPU at most 128), but no more
+    than fit its memory, or 1 GiB on a CPU. On an accelerator a step's need is the limit even if the field is set."""
     layout = served.experiment.layout
     positions = layout.model.rope.max_position_embeddings
     on_cpu = layout.device_memory is None

@@ -116,10 +116,9 @@ class Task:
         return dataclasses.replace(self, train=train, held_out=held_out, texts=texts, demonstrated=shown)
 
     def encoded(self, tokenizer: data.Tokenizer, config: ConfigDict) -> tuple[Task, list[str]]:
-        """(a copy without problems whose prompts have more than `task.max_prompt_tokens` tokens, `notes` with a line on
-        each split that had long prompts). With `task.too_long` "truncate" the copy keeps these problems as they are:
-        prompts are cut later. Raises ValueError if a split keeps no problem.
-        """
+        """(a copy without problems whose prompts have more than `task.max_prompt_tokens` tokens, the lines of `notes`
+        and then a line on each split that had long prompts). With `task.too_long` "truncate" the copy keeps these
+        problems as they are: prompts are cut later. Raises ValueError if a split keeps no problem."""
         notes = [*self.notes]
 
         def fitting(name: str, problems: list[data.Problem]) -> list[data.Problem]:
