@@ -153,7 +153,8 @@ class StopRequest:
 
     Args:
       seconds: the time from the request to the deadline. `saved` cancels the deadline.
-      give_up: called at the deadline, to say what is saved. Then the process ends, also if `give_up` fails or hangs.
+      give_up: called at the deadline, to say what is saved. Then, even if `give_up` fails or hangs, the process ends
+        with the exit code 128 + `signal`.
     """
 
     def __init__(self, seconds: float, give_up: Callable[[], None]):

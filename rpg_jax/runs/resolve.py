@@ -23,10 +23,10 @@ _BUFFER = 512
 
 
 def resolve(config: ConfigDict) -> ConfigDict:
-    """A locked copy of `config` that `with_method` has filled in, and that has passed all checks. Raises ValueError if
-    the method or a reward is unknown, the loss or a reward does not take a field that was set, a value is outside its
-    field's range, or two fields contradict each other. The message has the known names or the range.
-    """
+    """A locked copy of `config` that `with_method` has filled in. Raises ValueError if the method or a reward is
+    unknown, the loss or a reward does not take a field that was set, a value is outside its field's range, or two
+    fields contradict each other. The message has the known names or the range. `check_training` and `check_sampling`
+    are not called."""
     resolved = with_method(config)
     _check_fields(resolved)
     _check_counts(resolved)
@@ -86,8 +86,8 @@ def with_method(config: ConfigDict) -> ConfigDict:
 
 def check_training(config: ConfigDict) -> None:
     """Refuses settings that would stop or waste a training run after minutes of computation. Raises ValueError if
-    `model.size` is set without weights, `model.param_dtype` would round updates away, `rollout.partial_tokens` or stale
-    completions do not fit the other fields, or the package of a tracker is not installed.
+    `model.size` is set without `model.path`, `model.param_dtype` is not "float32", `rollout.partial_tokens` or stale
+    completions do not fit the other fields, or a tracker is unknown or its package is not installed.
     """
     m = config.model
     if m.param_dtype != "float32":
@@ -127,7 +127,7 @@ def check_sampling(config: ConfigDict) -> None:
 
 
 def lags(config: ConfigDict) -> bool:
-    """Whether earlier weights have sampled tokens of a step's new groups. Groups that are carried over do not count."""
+    """Whether earlier weights may sample tokens of a step's new groups. Groups that are carried over do not count."""
     return config.rollout.max_staleness > 0 or bool(config.rollout.partial_tokens)
 
 
