@@ -67,8 +67,8 @@ def start(
 
 
 def run(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS, on_step: OnStep | None = None) -> int:
-    """Trains a resolved config to the last step, from the last checkpoint if the folder of the run has one. Returns 0,
-    or 128 plus the number of the signal that stopped the run after it saved.
+    """Trains a resolved config with a `run.name` to the last step, from the last checkpoint if the run's folder has
+    one. Returns 0, or 128 plus the number of the signal that stopped the run after it saved.
 
     Args:
       functions: a Python program's rewards, environment, loss and advantage, by their names in the config. The loss and

@@ -59,7 +59,7 @@ _PACKAGES = (
 def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, Any], kind: str | None = None) -> str:
     """The name of a run: config file, method, other overrides and seed, as tiny-grpo-lr3e-4-seed1. So the same command
     continues the same run. `overrides` are the changed fields, {dotted name: value}. The name leaves out `train.steps`,
-    `warm_start.dir` and the sections of `AROUND`. `kind`, as "sft", stands in place of the method.
+    `warm_start.dir` and the sections of `AROUND`, except `run.start_from`. `kind`, as "sft", replaces the method.
     """
     named = ("method", "seed", "train.steps", "warm_start.dir")
     other = {k: v for k, v in overrides.items() if k not in named and not k.startswith(AROUND)}
@@ -82,8 +82,8 @@ def named(config: ConfigDict, file: str, overrides: Mapping[str, Any], **kind: s
 
 
 def of(config: ConfigDict) -> storage.Folder:
-    """The folder `run.dir/run.name`, not opened yet; nothing is made. Raises ValueError if `run.dir` is neither a local
-    path nor in a bucket, or `run.name` is not the name of one folder.
+    """The folder `run.dir/run.name`, not opened yet; nothing is made. Raises ValueError if `run.dir` is empty, or is
+    neither a local path nor in a bucket, or if `run.name`, a text, is not the name of one folder.
     """
     run_names.check(config.run.name)
     if not config.run.dir:
@@ -346,9 +346,8 @@ def normalised(name: str) -> str:
 def versions_with_history(file: Path, made_with: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """(the new content of versions.json, the changes since the start before in words, "" without a change or a start
     before). `file` is the present versions.json, if there is one, and `made_with` describes this start. The content
-    has `made_with`, and under `earlier` the earlier starts, oldest first. The list of packages of an earlier start is
-    left out if the next start had the same packages. Nothing is written.
-    """
+    has `made_with`, `started` (the time now, UTC), `installed` packages and `lock`, and under `earlier` the earlier
+    starts, oldest first, without `installed` if the next start had the same packages. Nothing is written."""
     there = installed_packages()
     now = {**made_with, "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
     now |= {"installed": there, "lock": lock_digest(there)}

@@ -80,10 +80,9 @@ def settings(config: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 @functools.cache
 def run_name(config: str, overrides: tuple[str, ...]) -> str:
-    """The name of a run without its seed: config file, method, and the overrides that change a field. An override that
-    repeats the value of the method or the file is left out. So two runs of one config file share a name only if they
-    are equal. The errors are those of `settings`.
-    """
+    """The name of a run: config file, method, and the overrides that change a field. The caller leaves the seed out of
+    `overrides`, and adds it to the name. An override that repeats the value of the method or the file is left out. So
+    two runs of one config file share a name only if they are equal. The errors are those of `settings`."""
     full, kept = settings(config, overrides), list(dict.fromkeys(overrides))
     for override in overrides:
         fewer = [other for other in kept if other != override]
@@ -96,7 +95,7 @@ def run_name(config: str, overrides: tuple[str, ...]) -> str:
 
 
 def values_part(values: Mapping[str, object]) -> list[str]:
-    """[the part of a run's name that states {dotted field: value}], as ["lr3e-4-beta0.1"]; [] without a field."""
+    """[the part of a run's name that states {dotted field: value}], as ["beta0.1-lr3e-4"]; [] without a field."""
     fields = sorted(values, key=lambda field: (field not in SHORT, field))
     return [_safe("-".join(_part(field, values[field]) for field in fields))] if fields else []
 

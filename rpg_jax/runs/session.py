@@ -82,7 +82,7 @@ class Trainer(Protocol):
 
 
 class MakeTrainer(Protocol):
-    """Makes (a run's trainer, its first trained arrays). `closing` ends the threads and processes that it starts."""
+    """Makes (a run's trainer, its first trained arrays). `closing` ends the trainer's threads and processes."""
 
     def __call__(
         self,

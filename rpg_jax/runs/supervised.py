@@ -45,11 +45,10 @@ NO_BASELINE = "leave_one_out"  # an advantage without a learned baseline
 
 
 def run(config: ConfigDict) -> int:
-    """Runs or resumes supervised training, by a config from `supervised_config` with `warm_start.epochs` set, to its
-    last update. Returns 0, or 128 plus the number of the signal that stopped the run after it saved. Raises ValueError
-    if the config has adapters (all weights are trained here), has `run.start_from`, or does not fit, and `cli.Ended` if
-    the open run cannot go on.
-    """
+    """Runs or resumes supervised training to the last update. `config` comes from `supervised_config`, and has values
+    for `warm_start.epochs` and `run.name`. Returns 0, or 128 plus the number of the signal that stopped the run after
+    it saved. Raises ValueError if the config has adapters (all weights are trained here), has `run.start_from`, or does
+    not fit, and `cli.Ended` if the open run cannot go on."""
     if config.model.lora.rank:
         raise ValueError(
             f"model.lora.rank={config.model.lora.rank}: supervised training changes all weights; set it to 0 here, and "
@@ -163,9 +162,9 @@ class _Accuracy:
 
 
 def supervised_config(config: ConfigDict) -> ConfigDict:
-    """A locked copy of `config`, changed for supervised training: AdamW with `warm_start.learning_rate`, completions of
-    at most `warm_start.max_tokens` tokens if this field is set, no learned baseline, and `warm_start.enabled`.
-    """
+    """A locked copy of `config`, changed for supervised training: AdamW with `warm_start.learning_rate` and fixed other
+    fields of `optimizer`, completions of at most `warm_start.max_tokens` tokens if this field is set, no learned
+    baseline, and `warm_start.enabled`."""
     own = config.copy_and_resolve_references()
     c = own.warm_start
     with own.unlocked():
@@ -186,8 +185,8 @@ def supervised_config(config: ConfigDict) -> ConfigDict:
 
 def supervised_learner(e: Experiment, updates: int | None = None) -> tuple[Learner, Programs]:
     """(the learner of a config from `supervised_config`, programs that minimise the mean negative log-likelihood of
-    demonstrations). A schedule of the learning rate ends at update `updates`, and then None raises ValueError.
-    """
+    demonstrations). Unless `warm_start.schedule` is "constant", the learning rate falls until update `updates`, and
+    None raises ValueError."""
     schedule = e.config.warm_start.schedule
     if schedule != "constant" and updates is None:
         raise ValueError(f"warm_start.schedule={schedule} needs an end: set warm_start.epochs")
