@@ -140,8 +140,8 @@ def train(
 
     Raises:
       ValueError: an argument does not fit; the message says how to mend it. Training has not begun.
-      RuntimeError: the run was open and could not go on; the message says why. The same call continues it.
-    """
+      RuntimeError: the run was open and could not go on; the message says why. The same call continues the run. If the
+        error's `code` is 3, the run is lost: the same call would end the same way."""
     cli.prepare_libraries()
     _check_kinds(config, overrides, on_step)
     given = {"held_out": held_out, "reward": reward, "environment": environment, "loss": loss, "advantage": advantage}
@@ -319,8 +319,8 @@ def neutral(asked: Collection[str]) -> dict[str, Any]:
 
 def fitted(config: ConfigDict, asked: Collection[str], rows: Sequence[str]) -> Fitted:
     """Chooses values for the fields that the caller has not set, by the model, the rows and the device: the limits of
-    prompts and completions, the sizes of a step and of a micro-batch, the number of steps, the numbers' dtype, the
-    learning rate, and on a CPU how often to save.
+    prompts and completions, the sizes of a step and of a packed row, the number of steps, the time of evaluations,
+    the numbers' dtype, the learning rate, and on a CPU micro-batch, slots, remat and the steps between checkpoints.
 
     Args:
       config: holds `model.path`, the values of `NEUTRAL` and what the caller has set. It is not changed.

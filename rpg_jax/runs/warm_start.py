@@ -187,9 +187,9 @@ def home(config: ConfigDict) -> epath.Path:
 
 def cache_key(config: ConfigDict, read: Mapping[str, str]) -> str:
     """12 hexadecimal digits: a hash of what a warm start depends on. This is the model, the task, the settings and the
-    seed of `warm_start`, the rewards, the environment, and `read`, the digests of problems, tokenizer and weights. The
-    places of these inputs do not count. `config` comes from `supervised_config`.
-    """
+    seed of `warm_start`, the evaluation, the row length, the rewards, the environment, and `read`, the digests of
+    problems, tokenizer and weights. The places of these inputs do not count, nor does the source of a reward in
+    `__main__`. `config` comes from `supervised_config`."""
     parts = {"model": config.model.to_dict(), "task": config.task.to_dict(), "warm_start": config.warm_start.to_dict()}
     parts |= {"max_tokens": config.rollout.max_tokens, "evaluation": config.evaluation.to_dict()}
     parts |= {"packed_length": config.train.packed_length, "read": dict(read)}
