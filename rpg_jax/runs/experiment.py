@@ -243,7 +243,7 @@ def make_generator(
 
 def evaluation_generator(experiment: Experiment, own: rollout.Rollout, scorer: rewards.Scorer) -> GroupGenerator:
     """The function from problems to scored groups for evaluations: `evaluation.k` completions each, drawn by `own` at
-    `evaluation.temperature` and scored by `scorer`. Its seed is not training's, so both draw other random numbers."""
+    `evaluation.temperature` and scored by `scorer`. Evaluations and training draw from different seeds."""
     c = experiment.config.evaluation
     seed = (experiment.config.seed + 0x5EED) % 2**31
     return make_generator(experiment, own, scorer, temperature=c.temperature, group_size=c.k, seed=seed)

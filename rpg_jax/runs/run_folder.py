@@ -305,7 +305,7 @@ def flat_fields(config: ConfigDict) -> dict[str, Any]:
 
 def made_with() -> dict[str, Any]:
     """What versions.json says of this start, by name: program, commit, uncommitted_changes (a bool), python, packages
-    {name: version}, platform, devices ("8 x KIND") and command. Finds the devices.
+    ({name: version} of JAX and a few more), platform, devices ("8 x KIND") and command. Finds the devices.
     """
     there, status = installed_packages(), _git("status", "--porcelain", "-uall").splitlines()
     return {
@@ -347,7 +347,8 @@ def versions_with_history(file: Path, made_with: Mapping[str, Any]) -> tuple[dic
     """(the new content of versions.json, the changes since the start before in words, "" without a change or a start
     before). `file` is the present versions.json, if there is one, and `made_with` describes this start. The content
     has `made_with`, `started` (the time now, UTC), `installed` packages and `lock`, and under `earlier` the earlier
-    starts, oldest first, without `installed` if the next start had the same packages. Nothing is written."""
+    starts, oldest first, without `installed` if the next start had the same packages. Nothing is written. Raises
+    ValueError if `file` is no JSON object."""
     there = installed_packages()
     now = {**made_with, "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
     now |= {"installed": there, "lock": lock_digest(there)}
