@@ -283,8 +283,8 @@ def check_rows(config: ConfigDict) -> None:
 
 
 def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Folder, start: int) -> Drift:
-    """A measure of how far the policy moves from the policy with which the run begins: the policy after step `start`
-    of its parent, or with `start` 0 the first policy of a run without a parent. The policy's trained arrays are kept in
+    """A measure of how far the policy moves from the start policy. The start policy is the policy after step `start` of
+    the run's parent; with `start` 0, the first policy of a run without a parent. Its trained arrays are kept in
     `initial`, in the home of `folder`. Raises ValueError if `evaluation.temperature` is not `rollout.temperature`, at
     which log-probabilities are computed."""
     c = experiment.config

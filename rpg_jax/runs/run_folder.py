@@ -82,8 +82,8 @@ def named(config: ConfigDict, file: str, overrides: Mapping[str, Any], **kind: s
 
 
 def of(config: ConfigDict) -> storage.Folder:
-    """The folder `run.dir/run.name`, not opened yet; nothing is made. Raises ValueError if `run.dir` is empty, or is
-    neither a local path nor in a bucket, or if `run.name`, a text, is not the name of one folder.
+    """The folder `run.dir/run.name`, neither opened nor made. Raises ValueError if `run.dir` is empty, or is neither a
+    local path nor in a bucket, or if `run.name`, which must be a text, is not the name of one folder.
     """
     run_names.check(config.run.name)
     if not config.run.dir:
