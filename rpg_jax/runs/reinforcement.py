@@ -284,9 +284,9 @@ def check_rows(config: ConfigDict) -> None:
 
 def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Folder, start: int) -> Drift:
     """A measure of how far the policy moves from the start policy. The start policy is the policy after step `start` of
-    the run's parent; with `start` 0, the first policy of a run without a parent. Its trained arrays are kept in
-    `initial`, in the home of `folder`. Raises ValueError if `evaluation.temperature` is not `rollout.temperature`, at
-    which log-probabilities are computed."""
+    the run's parent; with `start` 0, the first policy of a run without a parent. The trained arrays of the start policy
+    are kept in `initial`, in the home of `folder`. Raises ValueError if `evaluation.temperature` is not
+    `rollout.temperature`, at which log-probabilities are computed."""
     c = experiment.config
     if c.evaluation.temperature != c.rollout.temperature:
         raise ValueError(

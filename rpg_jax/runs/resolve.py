@@ -43,10 +43,10 @@ def with_method(config: ConfigDict) -> ConfigDict:
     """A copy in which the fields of a method that are None have the values of the row of `config.method` in
     `losses.METHODS`. The row has the fields of `loss`, and the reference's rule ("teacher" with `reference.path`),
     dynamic sampling, overlong shaping and learning rate; its hyperparameters without a field join `loss.arguments`. If
-    `loss.name` is set, the row's hyperparameters that this loss does not declare are left out. Other fields follow from
-    set fields: `loss.constant_length`, `optimizer.decay_until`, `rewards.parts` and `rewards.overlong_buffer`. A loss
-    or an advantage that is named module:function is imported. Raises ValueError if the method is unknown, an import
-    fails, or `loss.arguments` is no JSON object or sets what has a field."""
+    `loss.name` is set, the row's hyperparameters that this loss does not declare are left out, but not "sampler_…".
+    Other fields follow from set fields: `loss.constant_length`, `optimizer.decay_until`, `rewards.parts` and
+    `rewards.overlong_buffer`. A loss or an advantage that is named module:function is imported. Raises ValueError if
+    the method is unknown, an import fails, or `loss.arguments` is no JSON object or sets what has a field."""
     method = losses.get_method(config.method)
     _declare_own(config)
     own, given = config.loss.name or method.loss, _loss_object(config)
