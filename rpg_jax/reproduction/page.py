@@ -156,8 +156,8 @@ def _differences(table: Table, rows: Rows, last: Mapping[str, Values]) -> list[s
 
 
 def paper_table(table: str) -> list[str]:
-    """A paragraph and a table in Markdown: the numbers that paper_tables.json has under the name `table`. A Last above
-    its Best, which is impossible, is flagged. Raises KeyError for an unknown name.
+    """A paragraph and a table in Markdown: the paper's accuracies in %, Last and Best, of `table`, a name in
+    paper_tables.json. "(!)" marks a Last that is larger than the Best beside it. Raises KeyError for an unknown name.
     """
     published = json.loads(PAPER.read_text(encoding="utf-8"))
     rows, flagged = [], False
@@ -245,7 +245,7 @@ def _codes(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def code_name(versions: Mapping[str, Any]) -> str:
-    """A text of what a run's `versions.json` says: "commit 0123abc with uncommitted changes, jax 0.7.0"."""
+    """A text of a run's `versions`: "commit 0123abc with uncommitted changes, jax 0.7.0", or "commit unknown"."""
     changed = " with uncommitted changes" if versions.get("uncommitted_changes") else ""
     packages = versions.get("packages", {})
     made_with = f", jax {packages['jax']}" if packages.get("jax") else ""

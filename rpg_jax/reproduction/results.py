@@ -38,8 +38,8 @@ class Results:
 
     Attributes:
       name: the name of the table and of its files.
-      table: the table with its rows as they were run, without the rates that the scan chose.
-      runs: the runs with their metrics, in the order of the table's planned runs.
+      table: the table. The overrides of its rows lack the learning rates that the scan chose. `runs` have them.
+      runs: the runs with their metrics, seed by seed, and for each seed in the order of the table's rows.
       command, hardware: the command that made the runs, and the hardware that ran them, as texts.
       extra: overrides of every run, as "--config.train.steps=20".
       scan: the results of the runs that chose the learning rates; None without such runs.
@@ -68,8 +68,8 @@ class Results:
 
 def collect(planned: Sequence[PlannedRun], out: Path, metrics: re.Pattern[str] = METRICS) -> list[Run]:
     """Reads the planned runs that have written a config from the folder `out`/runs, in the order of `planned`. The
-    records keep the metrics whose whole names match `metrics`. Floats are rounded to four significant digits; None
-    stands for a number that is not finite. Config fields that change no number of a run are left out. Of the versions
+    records keep the metrics whose whole names match `metrics`: floats with four significant digits, None for a float
+    that is not finite. The configs lack `warm_start.dir` and the sections of `AROUND`, such as run and log. Of versions
     only commit, uncommitted changes, Python, packages, platform and devices stay. Raises ValueError for a damaged file.
     """
     runs = []
@@ -127,7 +127,7 @@ def check_kept(kept: Results, name: str, table: Table, extra: Sequence[str]) -> 
 
 
 def missing(planned: Sequence[PlannedRun], kept: Results | None) -> list[PlannedRun]:
-    """The `planned` runs, in order, that are not in `kept` or had not ended there; all of them if `kept` is None."""
+    """The `planned` runs, in order, without those that have ended in `kept`; all of them if `kept` is None."""
     ended = {(run.row, run.seed, run.name) for run in kept.runs if run.ended} if kept else set()
     return [plan for plan in planned if (plan.row, plan.seed, plan.name) not in ended]
 
@@ -135,7 +135,7 @@ def missing(planned: Sequence[PlannedRun], kept: Results | None) -> list[Planned
 def merge(kept: Results, new: Results, order: Collection[str]) -> Results:
     """`new` with the rows, runs and hardware of `kept` too. If both have a row and seed, the run of `new` counts. The
     runs stand seed by seed. The rows stand in the order of the names in `order`, and other rows come last. Raises
-    ValueError if runs of one model, read or warm-started, began with different weights.
+    ValueError if two runs of equal `model.*` fields began with different weights, from `model.path` or a warm start.
     """
     _check_starts(kept, new)
     rows = {**kept.table.rows, **new.table.rows}

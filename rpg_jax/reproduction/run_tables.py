@@ -41,7 +41,7 @@ class TableOptions:
       jobs: the number of runs at once.
       extra: overrides of every run, as "--config.train.steps=20".
       command: the command that the page names as its origin.
-      scan: whether runs choose the learning rates, if the table has rates; if not, rows have the config's rate.
+      scan: whether runs choose the learning rates, if the table has rates. If False, all rows have the config's rate.
       kept: NAME.json.gz of the same table of `TABLES`, whose runs are on the page too and are not repeated, or None.
     """
 
@@ -55,11 +55,11 @@ class TableOptions:
 
 
 def make_table(name: str, table: Table, options: TableOptions) -> tuple[Path, dict[str, Path]]:
-    """Trains the runs of a table that have not ended, and writes the page, figures and numbers into `options.out`/NAME.
-    Blocks until all runs have ended. Returns (the path of the page, {"row, seed N": log} of the runs that failed). This
-    process uses only the CPU from now on. Raises ValueError if a run would be refused, a reported seed also chooses
-    learning rates, another command is at work in `options.out`, one of its runs has another config, the runs of
-    `options.kept` do not fit the others, or no run has a score. A signal ends it as it ends `train_runs`.
+    """Trains the runs of a table that have not ended, and writes page, figures and NAME.json.gz, the numbers, into
+    `options.out`/NAME. Blocks until then. Returns (the path of the page, {"row, seed N": log} of failed runs). A row
+    whose scan chose no rate is left out. This process uses only the CPU from now on. Raises ValueError if a run would
+    be refused, a reported seed also chooses rates, another command is at work in `options.out`, a run there has another
+    config, the runs of `options.kept` do not fit, or no run has a score. The errors of signals are as in `train_runs`.
     """
     jax.config.update("jax_platforms", "cpu")  # for this process: the accelerator belongs to the runs
     check_table(table, options.extra)
@@ -83,7 +83,7 @@ def make_table(name: str, table: Table, options: TableOptions) -> tuple[Path, di
 
 def page_from(data: Path, out: Path) -> Path:
     """Writes the page and figures of a table from the file `data` of its numbers into `out`/NAME, and returns the path
-    of the page. Trains nothing. Raises ValueError if there is no such file, or if it holds no numbers of a table.
+    of the page. Trains nothing. Raises ValueError if there is no file `data`, or it holds no table or no score.
     """
     found = results.load(data)
     return page.write_page(found, out / found.name)
@@ -155,8 +155,8 @@ def _steps_done(plan: PlannedRun, out: Path) -> tuple[int, bool]:
 
 
 def check_config(plan: PlannedRun, out: Path, extra: Sequence[str]) -> None:
-    """Raises ValueError, which names the fields, if the run of `plan` in `out` began with another config than now. Here
-    another number of steps counts too: the run would end with fewer or more than the other runs.
+    """Raises ValueError, which names the fields, if the run of `plan` has begun in `out` with another config than now.
+    Fields that a resumed run may change, such as `mesh.*`, do not count. `train.steps` counts, although it may change.
     """
     if there := read_config(out / "runs" / plan.name):
         config = config_files.load(plan.config, arguments(plan, out, extra)[1:]).config
@@ -172,7 +172,7 @@ def check_config(plan: PlannedRun, out: Path, extra: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[int]:
-    """Holds a lock on the file `out`/lock against a second command, and yields the file's descriptor. `out` must exist.
+    """A context that holds a lock on the file `out`/lock and yields the file's descriptor. The folder `out` must exist.
     A process that inherits the descriptor holds the lock too. Raises ValueError at once if another command, or a run
     that outlived its killed command, works in `out`.
     """

@@ -18,7 +18,7 @@ Accuracy = dict[str, dict[str, dict[int, float]]]
 
 def sweep_table(config: str, methods: Sequence[str], sweeps: Sequence[str]) -> tuple[str, Table]:
     """(the name, which begins with "sweep-"; the table of every combination of `methods` with the values of `sweeps`,
-    each a text FIELD=VALUE,VALUE). `config` is the config file of every run; without methods, its method counts. Raises
+    each a text FIELD=VALUE,VALUE). `config` is the runs' config file; an empty `methods` leaves its method. Raises
     ValueError for a text of another form, an unknown field, a value of another type, a field or a value that is there
     twice, and for the seed and the fields `run.*`, which tell runs apart anyway.
     """
@@ -61,10 +61,8 @@ def _late_accuracy(sweep: Results) -> Accuracy:
 
 def best(sweep: Results) -> dict[str, str]:
     """{row without swept values: its best row of the sweep}. The best row has the highest mean, over the seeds, of the
-    training accuracy over the last third of the steps; of equal means, the first counts. A row of the sweep in which a
-    run failed, did not end or has no accuracy is never best. A row without swept values is missing if none of its rows
-    of the sweep can be best.
-    """
+    training accuracy over the last third of the steps; of equal means, the first counts. Only a row that has an ended
+    run with an accuracy for every seed can be best. A row without swept values is missing if it has no best row."""
     seeds = {run.seed for run in sweep.runs}
     chosen = {}
     for group, by_row in _late_accuracy(sweep).items():
@@ -84,7 +82,8 @@ def best_values(sweep: Results) -> dict[str, Mapping[str, Any]]:
 
 
 def section(sweep: Results) -> list[str]:
-    """Paragraphs and a table in Markdown: the accuracy of every row with every value. The best value has a ✓."""
+    """Paragraphs and a table in Markdown: the training accuracy, as in `best`, of every row with every combination of
+    values, over the runs that have ended. A ✓ marks the combination that `best` chooses."""
     chosen = best(sweep)
     combinations = list(dict.fromkeys(run_names.label(values) for _, values in sweep.table.swept.values()))
     lines = []

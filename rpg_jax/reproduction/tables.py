@@ -24,7 +24,7 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """The name of the run's folder. The name has the settings and not the row: two tables may share a run."""
+        """The name of the run's folder: config file, method, overrides, seed. Two tables may share a run."""
         return f"{run_names.run_name(self.config, self.overrides)}-seed{self.seed}"
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class Table:
 
     Attributes:
       title: title of the page.
-      rows: name -> overrides of `config`, as "--config.method=GRPO", the method first.
+      rows: name -> overrides of `config`, as "--config.method=GRPO".
       baseline: the row that other rows are compared with.
       paper: where the paper has this comparison, and what differs here.
       config: the config file of every run.
@@ -49,7 +49,7 @@ class Table:
         averaged over the starts too.
       shown: the rows in figures with lines, if these figures have no room for all rows.
       rates: learning rates to choose from for each row, by runs with `scan_seeds`. Empty: all have the config's rate.
-      scan_seeds: seeds of the runs that choose learning rates; no other run has these seeds.
+      scan_seeds: seeds of the runs that choose learning rates. `make_table` refuses these seeds for other runs then.
       swept: of a sweep, row -> (the row without the swept values, {field: value}).
     """
 
@@ -101,7 +101,7 @@ class Table:
         return dataclasses.replace(self, rows=rows)
 
     def scan(self) -> "Table":
-        """A sweep: the table of each row at each of `rates`, whose runs choose the learning rates of the rows."""
+        """A sweep: the table of each row at each of `rates`, whose runs choose the rates. Needs at least one rate."""
         return crossed(
             self.rows,
             {LEARNING_RATE: list(self.rates)},
@@ -116,7 +116,7 @@ def crossed(
 ) -> Table:
     """The table of each of `rows`, {name: overrides}, with every combination of `fields`, {field: values}, row by row.
     The first combination of a row is compared with the first row of the table; the other combinations of the row are
-    compared with its first. `swept` has the row and the values of each combination. The rest is as in `Table`.
+    compared with its first. Rows are named as "GRPO, lr 3e-4", and `swept` is filled. No sequence in `fields` is empty.
     """
     combinations = [dict(zip(fields, values, strict=True)) for values in itertools.product(*fields.values())]
     made: dict[str, tuple[str, ...]] = {}

@@ -118,7 +118,8 @@ def _starred(points: Mean) -> str:
 
 
 def significant(m: Mean) -> str:
-    """A mean as "12.3 ± 1.1", with two digits of the interval; without one, three digits; "0" if it rounds to 0."""
+    """A mean as "12.3 ± 1.1", with two digits of the interval. One seed or equal seeds give three significant digits
+    and no interval. A mean and an interval below 5e-5 give "0"."""
     if abs(m.value) < ROUNDING and not m.half >= ROUNDING:
         return "0"
     if not m.half > 1e-9 * abs(m.value):  # one seed, or equal numbers up to rounding

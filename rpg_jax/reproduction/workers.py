@@ -35,8 +35,8 @@ _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @dataclasses.dataclass(frozen=True)
 class Task:
     """A call of `function`, "module:name", with `argument`, which JSON can hold. All output is added to the file `log`.
-    The function returns an exit code, or something else that JSON can hold: the result of a task that ended well.
-    `name` is for callers.
+    The task fails if the function raises, or returns an int other than 0 (True is 1), the exit code. Another value that
+    the function returns, which JSON can hold, is the task's result. `name` is for callers.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """A task that has ended: its exit code, and what its function returned, or None if the exit code is not 0."""
+    """A task that has ended: its exit code, -N if signal N killed it; and its result, None after a failure."""
 
     task: Task
     code: int
@@ -85,7 +85,7 @@ class Worker:
             self._process.stdin.flush()
 
     def take(self) -> Done | None:
-        """Returns at once: None while the task is in progress, `Done` once after its end. Then there is no task."""
+        """Returns at once: None while the task is in progress, `Done` once after its end. There must be a task."""
         process, task = self._process, self.task
         assert process is not None and process.stdout is not None and task is not None
         code = process.poll()  # before the look: an answer that is written later is seen the next time
@@ -101,7 +101,7 @@ class Worker:
             self._process.terminate()
 
     def wait(self) -> None:
-        """Blocks until the process, if there is one, has ended."""
+        """Blocks until the process, if there is one, has ended. Call `terminate` before: a worker waits for tasks."""
         if self._process is not None:
             self._process.wait()
 
@@ -154,8 +154,9 @@ def run_tasks(
     first_alone: bool = False,
     on_tick: Callable[[Sequence[Task]], None] = lambda running: None,
 ) -> Iterator[Done]:
-    """Carries out tasks, `jobs` at a time, in worker processes, and yields the `Done` of each task when it has ended.
-    Read the iterator in the main thread: tasks start only while it is read. The processes end with the iterator.
+    """Carries out tasks, `jobs` ≥ 1 at a time, in worker processes, each bound to a core if 1 < `jobs` ≤ `cores()`.
+    Yields the `Done` of each task after its end. Read the iterator in the main thread: tasks start only while it is
+    read, and the processes end with it.
 
     Args:
       inherited: the descriptor of a lock, which the workers hold too.
