@@ -186,7 +186,7 @@ def locked(out: Path) -> Iterator[int]:
 
 def train_runs(planned: Sequence[PlannedRun], out: Path, *, jobs: int, extra: Sequence[str] = ()) -> dict[str, Path]:
     """Trains the planned runs that have not ended, `jobs` at once; returns {"row, seed N": log} of runs that failed. If
-    `out` has no warm start, the first run is alone, and makes the warm start and the compiled programs that all runs
+    `out`/warm_starts is empty, the first run is alone: it makes the warm start and the programs that the other runs
     share. If this run fails, no other run starts. Ctrl-C, SIGTERM and a closed terminal stop the runs after their steps
     in progress; the same call continues the runs. The screen shows which runs train, and the steps of all runs. Raises
     ValueError if `out` has one of the runs with another config or other overrides, or if another command is at work in

@@ -79,7 +79,7 @@ Extension = tuple[int, np.ndarray, int, bool, int, int]
 
 @flax.struct.dataclass
 class Insertions:
-    """The completions that one `DecodeState.insert` puts into slots, a row for each; S is the number of all slots.
+    """The completions that one `DecodeState.insert` puts into slots, a row for each. The state has S slots.
 
     Attributes:
       count: i32, the number of rows. Later entries of the arrays are ignored.
@@ -99,7 +99,7 @@ class Insertions:
 
     @classmethod
     def of(cls, rows: Sequence[Insertion], slots: int) -> Insertions:
-        """Returns numpy arrays of `rows`, in their order, for `slots` slots in all. Counters are taken modulo 2^32."""
+        """Returns numpy arrays of `rows`, in their order, for a state of `slots` slots. Counters are taken mod 2^32."""
         into, (prefix_rows, emitted) = np.full(slots, slots, np.int32), np.zeros((2, slots), np.int32)
         counters = np.zeros((4, slots), np.uint32)
         for i, (slot, prefix_row, drawn, origin, _) in enumerate(rows):
@@ -227,7 +227,7 @@ class DecodeState:
 
     def stop(self, ended: jax.Array) -> DecodeState:
         """Makes the slots of the mask `ended` bool[S] inactive, and sets the cache's length of all inactive slots to 0.
-        Their keys and values stay until the slot is filled or extended."""
+        Their keys and values stay for the engine's `extend`, until an insertion fills the slot."""
         active = self.active & ~ended
         return replace(self, active=active, cache=replace(self.cache, lengths=jnp.where(active, self.cache.lengths, 0)))
 

@@ -38,7 +38,7 @@ class Decoding:
       dtype: the dtype of the decoding weights; None for the trainer's dtype.
       int8: whether the matrices of the layers are rounded to eight bits, with one scale per output channel.
       int8_kv: whether the cache keeps keys and values in eight bits, with one scale per token and head.
-      record_experts: whether completions carry the experts of every token; for a mixture of experts only.
+      record_experts: whether completions carry the experts of every token; for a mixture, and not with an environment.
       mesh: the devices that decode; None for JAX's default device. Slots and key-value heads are spread over the
         devices, and the drawn tokens are replicated. The devices may be others than the trainer's.
       rules: for each logical axis the axis of `mesh`.

@@ -62,8 +62,8 @@ class LockstepRollout(Rollout):
 
     def stream(self, request: Request) -> Iterator[np.ndarray]:
         """Yields the tokens i32[n] of the request's only completion, dispatch by dispatch. A dispatch begins when the
-        caller asks for more; until the end, other calls wait. The first `next` raises ValueError if the request does
-        not fit the engine or asks for several completions. A fault in decoding is raised as it is."""
+        caller asks for more. Other calls wait until the iterator ends or is closed. The first `next` raises ValueError
+        if the request does not fit the engine or asks for several completions. A fault in decoding is not wrapped."""
         groups, chunks = plan(self.engine, request)
         [[row]], taken = groups, 0
         with self._busy:

@@ -185,7 +185,7 @@ class Transcript:
 
     Attributes:
       tokens, logprobs: i32[n] and f32[n] of each piece; an observation's log-probabilities are 0.
-      experts: [n, L, k] of each piece, the k experts of each token in each of L layers; [] if they are not recorded.
+      experts: [n, L, k] of each dispatch's piece, the k experts of each token in each of L layers; [] if not recorded.
       versions: for each piece, the version of the weights that drew or read the piece.
       count: the number of tokens of all pieces.
       turn_start: the number of tokens of the completion before the present turn.

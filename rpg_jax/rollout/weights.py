@@ -115,7 +115,7 @@ class Weights:
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[Params]:
-        """Gives the block the current weights and holds `lock`: no sync replaces the weights until the block ends."""
+        """A context that gives the current weights and holds `lock`: no sync replaces the weights until the end."""
         with self.lock:
             yield self._params
 

@@ -264,9 +264,9 @@ class JetStreamRollout(Feedable):
 
     @contextlib.contextmanager
     def begin(self, request: Request) -> Iterator[Callable[[], list[list[Completion]]]]:
-        """Begins to sample, and gives the block a function that waits for the completions and returns those of each
-        prompt in order, [] for a prompt in `request.done`. The function raises RolloutError if sampling fails. An
-        exception in the block cancels the request. Entry raises ValueError if the request does not fit the engine."""
+        """A context that begins to sample, and gives its block a function that waits for the completions and returns
+        those of each prompt in order, [] for a prompt in `request.done`. The function raises RolloutError if sampling
+        fails. An exception in the block cancels the request. Entry raises ValueError if the request does not fit."""
         groups, chunks = plan(self.engine, request)
         version, driver, ticket = self.weights.version, self.driver(), Ticket(request, groups)
 
