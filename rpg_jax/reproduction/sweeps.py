@@ -82,8 +82,7 @@ def best_values(sweep: Results) -> dict[str, Mapping[str, Any]]:
 
 
 def section(sweep: Results) -> list[str]:
-    """Paragraphs and a table in Markdown: the training accuracy, as in `best`, of every row with every combination of
-    values, over the runs that have ended. A ✓ marks the combination that `best` chooses."""
+    """Paragraphs and a Markdown table: the accuracies that `best` compares, by row and values. ✓ marks the best."""
     chosen = best(sweep)
     combinations = list(dict.fromkeys(run_names.label(values) for _, values in sweep.table.swept.values()))
     lines = []

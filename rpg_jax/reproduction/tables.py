@@ -49,7 +49,7 @@ class Table:
         averaged over the starts too.
       shown: the rows in figures with lines, if these figures have no room for all rows.
       rates: learning rates to choose from for each row, by runs with `scan_seeds`. Empty: all have the config's rate.
-      scan_seeds: seeds of the runs that choose learning rates. `make_table` refuses these seeds for other runs then.
+      scan_seeds: seeds of the runs that choose learning rates. If runs choose rates, no reported run has these seeds.
       swept: of a sweep, row -> (the row without the swept values, {field: value}).
     """
 

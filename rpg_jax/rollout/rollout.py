@@ -70,13 +70,13 @@ class Rollout(abc.ABC):
 
     def stage_weights(self, params: Params) -> Staged:
         """Returns a copy of the trainer's weights in the rollout's dtype, which any thread may sync and verify later.
-        The copy stays valid when the trainer donates `params`."""
+        The copy stays valid when the trainer donates `params`. All hosts call this together."""
         return self.weights.stage(params)
 
     def sync_weights(self, params: Params | Staged, version: int) -> None:
-        """Makes `params` the rollout's weights from the next dispatch on, with the number `version`. Waits while a
-        driver decodes that cannot take new weights. If dtype and layout are the trainer's, nothing is copied: a trainer
-        that donates these arrays must sync again before the next `generate`."""
+        """Makes `params` the rollout's weights from the next dispatch on, with the number `version`. Lockstep waits for
+        calls that sample; with JetStream they raise RolloutError. If dtype and layout are the trainer's,
+        nothing is copied: a trainer that donates these arrays must sync again before the next `generate`."""
         self.weights.sync(params, version)
 
     def verify_weights(self, params: Params | Staged) -> None:

@@ -123,7 +123,7 @@ class Usage:
       decode_s: seconds between a dispatch and its result on the host.
       steps: number of decode steps.
       tokens: tokens that were drawn.
-      queued_steps, queued_tokens: `steps` and `tokens` of dispatches that began while rows waited to enter a slot.
+      queued_steps, queued_tokens: `steps` and `tokens` of dispatches that began while rows waited for prefill or slot.
       extended_tokens: tokens of observations that were appended to the cache of a slot.
       again_tokens: tokens of prompt and completion that were prefilled after a reply, because another row had the slot.
     """
@@ -185,7 +185,7 @@ class Schedule:
 
     @property
     def hungry(self) -> bool:
-        """Whether more slots are free, or can be taken from rows that wait for a reply, than rows wait for a slot."""
+        """Whether the rows that wait for a slot are fewer than the free slots and the slots that `fill` may take."""
         return len(self._waiting) < len(self.free) + len(self._to_lend)
 
     @property

@@ -95,7 +95,7 @@ class Weights:
 
     def stage(self, params: Params) -> Staged:
         """Returns a copy of `params` for a later sync. The copy stays valid when the trainer donates `params`. All work
-        that must run on the devices of `params` is launched here; the call does not wait for that work."""
+        that must run on the devices of `params` is launched here, without waiting. All hosts call this together."""
         converted = self._converted(snapshot(params))
         with _on_mesh_of(converted):
             return Staged(converted, hosts.checksum_of_tree(converted))
