@@ -53,7 +53,7 @@ class Start:
 
     Attributes:
       seed, step: counters of the random keys, in place of the request's.
-      max_tokens: the most tokens of a completion after this request, with the `drawn` tokens of earlier requests.
+      max_tokens: the most tokens that a completion has after this request; its `drawn` tokens count.
       index: only the completion with this number in its group goes on. Its `drawn` tokens are the end of the prompt.
         None: all completions of the group begin.
       drawn: the number of the completion's tokens that earlier requests drew.
@@ -80,7 +80,7 @@ class Request:
         Other prompts run in programs of the same shapes as without `done`.
       on_group: receives each group once, as soon as the group is complete, perhaps in another thread. Other threads
         wait while `on_group` runs, so it should only note the group down. If it raises, sampling fails.
-      expected: the tokens of a mean completion, for each prompt; None: not known. The longest completions begin first.
+      expected: for each prompt the tokens of a mean completion, None if not known. The longest completions begin first.
       environment: answers every turn. A completion then is a conversation of at most `sampling.max_tokens` tokens, the
         environment's tokens included. None: a completion is one turn.
       starts: how the completions of each prompt begin; None: all begin anew, with this request's counters and limit.
