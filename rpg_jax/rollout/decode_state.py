@@ -119,7 +119,7 @@ class Extensions:
       slots: i32[P], the slot of each row; out of range for a row that is padding.
       starts: i32[P], the number of tokens in the slot before these tokens are appended, prompt included.
       begins: bool[P], whether the slot then draws tokens again. Otherwise a later call appends further tokens.
-      emitted: i32[P], the number of the completion's tokens after the whole observation, also before its last call.
+      emitted: i32[P], the number of the completion's tokens once all pieces of the observation are appended.
       limit: i32[P], the most tokens of the completion at the end of its next turn.
     """
 
