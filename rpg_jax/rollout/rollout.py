@@ -75,8 +75,8 @@ class Rollout(abc.ABC):
 
     def sync_weights(self, params: Params | Staged, version: int) -> None:
         """Makes `params` the rollout's weights from the next dispatch on, with the number `version`. Lockstep waits for
-        calls that sample; with JetStream they raise RolloutError. If dtype and layout are the trainer's,
-        nothing is copied: a trainer that donates these arrays must sync again before the next `generate`."""
+        calls that sample; with JetStream they raise RolloutError. If dtype and layout are the trainer's, nothing is
+        copied: a trainer that donates these arrays must sync again before the next `generate`."""
         self.weights.sync(params, version)
 
     def verify_weights(self, params: Params | Staged) -> None:
@@ -139,8 +139,8 @@ class Feedable(Rollout):
 
     @abc.abstractmethod
     def begin(self, request: Request) -> AbstractContextManager[Callable[[], Groups]]:
-        """Begins to sample, and gives the block a function that waits for the completions and returns them as `sample`
-        does. An exception in the block cancels the request. Raises as `sample` does, here or in that function."""
+        """A context that begins to sample, and gives its block a function that waits for the completions and returns
+        them as `sample` does. An exception in the block cancels the request. Both raise the errors of `sample`."""
 
     @property
     @abc.abstractmethod
@@ -172,7 +172,7 @@ class GroupJournal:
     ) -> tuple[dict[int, list[Completion]], Request | None]:
         """Looks for the groups of `request` under `weights`. If `split` is not SHARE, all hosts call this together.
         Returns two things: the groups that this host contributes, by place; and the request for all groups that were
-        not found, None if there are none. The journal keeps each of its groups that is sound, see `_is_sound`."""
+        not found, None if there are none. The journal keeps the new groups that are sound, see `_is_sound`."""
         keys, wanted = self._keys(request, weights), len(request.prompts)
         sizes = [len(request.indices(place)) for place in range(wanted)]
         found, elsewhere = self._journal.find(keys), frozenset[int]()
