@@ -139,8 +139,8 @@ class Feedable(Rollout):
 
     @abc.abstractmethod
     def begin(self, request: Request) -> AbstractContextManager[Callable[[], Groups]]:
-        """A context that begins to sample, and gives its block a function that waits for the completions and returns
-        them as `sample` does. An exception in the block cancels the request. Both raise the errors of `sample`."""
+        """A context that begins to sample. Its block gets a function that waits for the completions and returns them as
+        `sample` does. An exception in the block cancels the request. Entry and function raise as `sample` does."""
 
     @property
     @abc.abstractmethod
