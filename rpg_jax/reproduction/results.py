@@ -127,7 +127,7 @@ def check_kept(kept: Results, name: str, table: Table, extra: Sequence[str]) -> 
 
 
 def missing(planned: Sequence[PlannedRun], kept: Results | None) -> list[PlannedRun]:
-    """The `planned` runs, in order, without those that have ended in `kept`; all of them if `kept` is None."""
+    """The `planned` runs, in order, without those that ended in `kept` by row, seed and name; all for None."""
     ended = {(run.row, run.seed, run.name) for run in kept.runs if run.ended} if kept else set()
     return [plan for plan in planned if (plan.row, plan.seed, plan.name) not in ended]
 

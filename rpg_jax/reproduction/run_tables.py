@@ -243,7 +243,7 @@ def platform_name() -> str:
 
 def jobs_at_once(asked: int | None, backend: str) -> int:
     """The number of runs at a time on the backend "cpu", "gpu" or "tpu": `asked`; for None 1 on a TPU, else one for
-    each CPU core. For several runs on a GPU it also sets XLA_PYTHON_CLIENT_MEM_FRACTION, if this variable is unset:
+    each CPU core. For several runs on a GPU the call sets XLA_PYTHON_CLIENT_MEM_FRACTION, if this variable is unset:
     each run then takes an equal part of the GPU's memory. Raises ValueError if `asked` is below 1, or above 1 on a TPU.
     """
     if asked is not None and asked < 1:

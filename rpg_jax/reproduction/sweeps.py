@@ -82,7 +82,7 @@ def best_values(sweep: Results) -> dict[str, Mapping[str, Any]]:
 
 
 def section(sweep: Results) -> list[str]:
-    """Paragraphs and a Markdown table: the accuracies that `best` compares, by row and values. ✓ marks the best."""
+    """Paragraphs and a Markdown table: the training accuracies of `best`, in %, by row and values. ✓ marks the best."""
     chosen = best(sweep)
     combinations = list(dict.fromkeys(run_names.label(values) for _, values in sweep.table.swept.values()))
     lines = []

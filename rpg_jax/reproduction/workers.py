@@ -155,8 +155,8 @@ def run_tasks(
     on_tick: Callable[[Sequence[Task]], None] = lambda running: None,
 ) -> Iterator[Done]:
     """Carries out tasks, `jobs` ≥ 1 at a time, in worker processes, each bound to a core if 1 < `jobs` ≤ `cores()`.
-    Yields the `Done` of each task after its end. Read the iterator in the main thread: tasks start only while it is
-    read, and the processes end with it.
+    Yields the `Done` of each task after its end. Read the iterator in the main thread: tasks start only while the
+    iterator is read. The processes end with the iterator.
 
     Args:
       inherited: the descriptor of a lock, which the workers hold too.
@@ -182,7 +182,7 @@ def run_tasks(
 
 
 def main() -> int:
-    """Runs as a worker: carries out tasks from stdin until one fails, and returns its exit code; 0 if all end well."""
+    """Runs as a worker: carries out tasks from stdin until a task fails; returns this task's exit code, else 0."""
     cli.prepare_process()
     answers = os.dup(1)
     for line in sys.stdin:
