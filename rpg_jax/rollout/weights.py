@@ -115,7 +115,7 @@ class Weights:
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[Params]:
-        """A context that gives the current weights and holds `lock`: no sync replaces the weights until the end."""
+        """A context with the current weights that holds `lock`: no sync replaces the weights until the block ends."""
         with self.lock:
             yield self._params
 
