@@ -198,7 +198,7 @@ def test_the_limits_of_a_server_are_those_of_its_model_and_slots_fit_the_memory(
         layout = policy_server.with_context(served, tokens).experiment.layout
         decoding = make_decoding(layout)
         assert decoding.capacity == room
-        assert cache_bytes(layout.model, decoding) <= 1 << 30 and decoding.slots >= 1
+        assert cache_bytes(layout, decoding) <= 1 << 30 and decoding.slots >= 1
     assert decoding.slots == 512 * jax.device_count(), "where they fit, the slots are those of the config"
 
 

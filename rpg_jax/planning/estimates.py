@@ -64,7 +64,7 @@ def _sampling(layout: Layout, decoding: Decoding, flops: Mapping[str, float]) ->
     model, slots, mesh = layout.model, decoding.slots, decoding.mesh
     tensor, fsdp, layers = mesh.shape["tensor"], mesh.shape["fsdp"], model.num_layers
     weights = memory.bytes_on_a_device(memory.decoding_params(layout, decoding))
-    cache, copies = memory.cache_bytes(model, decoding), mesh.size // (tensor * mesh.shape["expert"])
+    cache, copies = memory.cache_bytes(layout, decoding), mesh.size // (tensor * mesh.shape["expert"])
     own = slots / copies  # slots of a copy
     logits = 4 * own * model.vocab_size
     split, share = tensor > 1, (tensor - 1) / tensor

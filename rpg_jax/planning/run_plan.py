@@ -178,7 +178,7 @@ def decode_step_of(layout: Layout, decoding: Decoding, program: Program) -> Deco
     """Returns the costs of a decode step on one chip, from those of the "decode" program, which count a full cache."""
     assert decoding.mesh is not None, "a plan decodes on a mesh"
     model, slots, chips = layout.model, decoding.slots, decoding.mesh.size
-    cache = memory.cache_bytes(model, decoding)
+    cache = memory.cache_bytes(layout, decoding)
     products = token_flops(model, tokens=slots, attended=0, predicted=slots)
     return DecodeStep(
         slots=slots,

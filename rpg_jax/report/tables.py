@@ -24,7 +24,7 @@ Json = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Runs whose configs differ only in seed, places, logs and servers. `label` is the method and two fields, or more if
+    """Runs whose configs differ only in seed, places, logs and servers. `label` is the method and two fields, or all if
     another config would have an equal label."""
 
     label: str

@@ -112,12 +112,15 @@ def load(path: Path) -> Results:
 def check_kept(kept: Results, name: str, table: Table, extra: Sequence[str]) -> None:
     """Raises ValueError if `kept`, earlier results, cannot stand on one page with runs of `table`, whose name is `name`
     and whose runs all have the overrides `extra`. The reasons are another name or config file, other overrides of all
-    runs, and a row of both tables with other settings.
+    runs, other learning rates to choose from, and a row of both tables with other settings.
     """
     if (kept.name, kept.table.config) != (name, table.config):
         raise ValueError(f"the kept numbers are of {kept.name} ({kept.table.config}), not of {name} ({table.config})")
     if tuple(kept.extra) != tuple(extra):
         raise ValueError(f"the kept runs of {name} have the overrides {list(kept.extra)}, not {list(extra)}")
+    if kept.scan and tuple(kept.table.rates) != tuple(table.rates):
+        rates = f"{list(kept.table.rates)}, today's from {list(table.rates)}"
+        raise ValueError(f"the kept runs of {name} chose their learning rates from {rates}: make all rows anew")
     for row in table.rows.keys() & kept.table.rows.keys():
         if tuple(table.rows[row]) != tuple(kept.table.rows[row]):
             raise ValueError(
@@ -189,7 +192,7 @@ def _packed(results: Results) -> dict[str, Any]:
             versions.append(run.versions)
         own = {key: value for key, value in run.config.items() if key not in common}
         about = {"row": run.row, "seed": run.seed, "name": run.name, "versions": versions.index(run.versions)}
-        about |= {"start": run.start} if run.start else {}
+        about |= {name: value for name in ("start", "parent") if (value := getattr(run, name))}
         runs.append({**about, "config": own, "metrics": _columns(run.records)})
     return {
         "name": results.name,
@@ -219,6 +222,7 @@ def _unpacked(packed: Mapping[str, Any]) -> Results:
                 row=run["row"],
                 versions=packed["versions"][run["versions"]],
                 start=run.get("start", ""),
+                parent=run.get("parent", ""),
             )
         )
     return Results(

@@ -56,12 +56,14 @@ def training_table(table: Table, rows: Rows) -> list[str]:
 def all_differences(table: Table, columns: Mapping[str, Values]) -> list[str]:
     """Paragraphs on the differences to compared rows, paired by seed. `columns` is {column: {row: {seed: points}}}. The
     paragraphs count the intervals without 0, and give the mean of rows that are one algorithm (`table.pooled`) and the
-    mean over starts (`table.starts`). [] if there is nothing to say.
+    mean over starts (`table.starts`), both only of rows with a common seed. [] if there is nothing to say.
     """
-    differences = [d for values in columns.values() for row in values if (d := _difference(table, row, values))]
+    each = columns.values()
+    differences = [d for values in each for row in values if (d := _difference(table, row, values))]
     parts = [text] if (text := tally(differences)) else []
     for name, rows in table.pooled.items():
-        if all({*rows, table.baseline} <= values.keys() for values in columns.values()):
+        known = all({*rows, table.baseline} <= values.keys() for values in each)
+        if known and all(pooled(values, rows).keys() & values[table.baseline].keys() for values in each):
             found = [
                 f"{column} {_starred(paired_difference(pooled(values, rows), values[table.baseline]))}"
                 for column, values in columns.items()
@@ -72,7 +74,9 @@ def all_differences(table: Table, columns: Mapping[str, Values]) -> list[str]:
             )
     for name, rows in table.starts.items():
         compared = [table.compared_with(row) for row in rows]
-        if compared != list(rows) and all({*rows, *compared} <= values.keys() for values in columns.values()):
+        known = all({*rows, *compared} <= values.keys() for values in each)
+        pairs = list(zip(rows, compared, strict=True))
+        if compared != list(rows) and known and all(v[a].keys() & v[b].keys() for v in each for a, b in pairs):
             found = [f"{column} {_starred(over_starts(v, rows, compared))}" for column, v in columns.items()]
             parts.append(f"Over {len(rows)} starts, each the mean of its seeds, {name}: {', '.join(found)}.")
     return parts

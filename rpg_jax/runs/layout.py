@@ -34,6 +34,7 @@ class Layout:
         devices that do not train.
       decoding_hosts: the number of hosts that decode by themselves, each a part of the prompts.
       device_memory: bytes of a device that programs can use; None if it is not known, as on a CPU.
+      trains: whether an optimizer's state and a reference are beside the weights.
     """
 
     config: ConfigDict
@@ -48,6 +49,7 @@ class Layout:
     device_memory: float | None = None
     adapter_shapes: Any = None
     adapter_shardings: Any = None
+    trains: bool = True
 
     def activate(self) -> contextlib.AbstractContextManager:
         """A context in which JAX traces programs for this mesh and these rules."""

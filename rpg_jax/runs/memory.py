@@ -56,12 +56,13 @@ def bytes_on_a_device(tree: Any) -> float:
     return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))
 
 
-def cache_bytes(model: DecoderConfig, decoding: Decoding) -> float:
+def cache_bytes(layout: Layout, decoding: Decoding) -> float:
     """Bytes on one device of the decode state (the cache of keys and values and more) for all of `decoding.slots`."""
     assert decoding.mesh is not None, "a layout decodes on a mesh"
-    size, int8 = (decoding.slots, decoding.capacity, decoding.dtype or jnp.float32), {"int8_kv": decoding.int8_kv}
+    size, int8 = (decoding.slots, decoding.capacity), {"int8_kv": decoding.int8_kv}
+    dtype = jnp.dtype(layout.config.model.compute_dtype)
     with parallel.activate(decoding.mesh, decoding.rules):
-        shapes = jax.eval_shape(functools.partial(DecodeState.empty, model, *size, **int8))
+        shapes = jax.eval_shape(functools.partial(DecodeState.empty, layout.model, *size, dtype, **int8))
     where = parallel.shardings(DecodeState.logical_axes(**int8), shapes, decoding.mesh, decoding.rules)
     return bytes_on_a_device(abstract(shapes, where))
 
@@ -75,40 +76,40 @@ def prompts_of_a_step(config: ConfigDict) -> int:
     return wanted * dynamic.oversample or math.ceil(wanted / UNKNOWN_SHARE)
 
 
-def _slots_of_a_device(layout: Layout, decoding: Decoding) -> int:
-    """The slots of a device if `rollout.slots` is unset: as many as fit, and at most as many as a step needs.
-    `decoding` has one slot for each device of its mesh.
+def _slots_of_a_device(layout: Layout, decoding: Decoding, most: int | None) -> int:
+    """The slots of a device: as many as fit, and at most `most`; None: at most as many as a step needs. `decoding` has
+    one slot for each device of its mesh.
 
     The number depends on the config and the kind of device alone. So a run that resumes on the same machine has the
     same slots. While sampling runs ahead of training on the same devices, training keeps half of the free memory. Where
     the memory is unknown, all devices together have about 128 slots at most."""
     c, mesh, memory = layout.config, decoding.mesh, layout.device_memory
     assert mesh is not None, "a layout decodes on a mesh"
-    needed = -(-prompts_of_a_step(c) * c.rollout.group_size // (mesh.size * layout.decoding_hosts))
+    needed = most or -(-prompts_of_a_step(c) * c.rollout.group_size // (mesh.size * layout.decoding_hosts))
     if memory is None:
         return min(needed, -(-UNKNOWN_MEMORY_SLOTS // mesh.size))
     held = bytes_on_a_device(decoding_params(layout, decoding))
     held += _held_while_sampling(layout, make_learner(layout), decoding)
-    if c.rollout.max_staleness and not c.rollout.devices:
+    if layout.trains and c.rollout.max_staleness and not c.rollout.devices:
         held += (memory * (1 - LEFT_FREE) - held) / 2
     copy = mesh.shape["tensor"] * mesh.shape["expert"]
-    slot = cache_bytes(layout.model, decoding) + _LOGITS * 4 * layout.model.vocab_size * copy
+    slot = cache_bytes(layout, decoding) + _LOGITS * 4 * layout.model.vocab_size * copy
     return slots_that_fit(memory, held, slot, tile=-(-_TILE // copy), needed=needed)
 
 
 def _held_while_sampling(layout: Layout, learner: Learner, decoding: Decoding) -> float:
-    """Bytes on a device that the trainer holds during sampling beside the weights that decode: the optimizer's and the
-    critic's state, the adapters, a resident reference, and the trainer's weights or frozen base if a copy decodes. 0 on
-    devices that only sample."""
+    """Bytes on a device that are held during sampling beside the weights that decode: the optimizer's and the critic's
+    state and a resident reference, if `layout.trains`; the adapters, and the trainer's weights or frozen base if a copy
+    decodes. 0 on devices that only sample."""
     if layout.config.rollout.devices:
         return 0.0
     trained, own = bytes_on_a_device(layout.abstract_trained), has_copy(layout, decoding)
-    state = bytes_on_a_device(learner.like)  # without arrays in host memory
+    state = bytes_on_a_device(learner.like) if layout.trains else trained  # without arrays in host memory
     if layout.lora is not None:
         state += bytes_on_a_device(layout.abstract_base) if own else 0
     elif not own:
         state -= trained
-    return state + _resident_reference(layout)
+    return state + (_resident_reference(layout) if layout.trains else 0.0)
 
 
 def _reference_bytes(layout: Layout) -> float:
@@ -181,26 +182,27 @@ def fitting_layout(config: ConfigDict, vocab_size: int) -> Layout:
         config = config.copy_and_resolve_references()
         config.reference.path = None
     try:
-        layout = make_layout(config, vocab_size)
+        layout = dataclasses.replace(make_layout(config, vocab_size), trains=False)
         make_decoding(layout)
         return layout
     except ValueError as error:
         changed = config.copy_and_resolve_references()
         changed.mesh.update(dict.fromkeys(changed.mesh, 1) | {"fsdp": -1})
         changed.rollout.update({"devices": 0, "tensor": None, "expert": None})
-        layout = make_layout(changed, vocab_size)
+        layout = dataclasses.replace(make_layout(changed, vocab_size), trains=False)
         print(f"using mesh.fsdp={layout.mesh.shape['fsdp']} instead of the config's layout: {error}", file=sys.stderr)
         return layout
 
 
-def make_decoding(layout: Layout) -> rollout.Decoding:
+def make_decoding(layout: Layout, most: int | None = None) -> rollout.Decoding:
     """How a layout decodes.
 
     With `rollout.tensor`, `rollout.expert` or `rollout.devices` the rollout has copies of the weights, on tensor ×
     expert devices each. A copy has all weights, so that a decode step gathers none. Key-value heads that
     `rollout.tensor` does not divide are on each of a copy's devices. Without these fields the weights decode as the
     trainer has spread them, or spread over the devices of a host. A device has `rollout.slots` slots; unset, as many as
-    fit and a step needs. Raises ValueError if the size of a copy does not divide the devices."""
+    fit, and at most `most` (None: a step's need). Raises ValueError if the size of a copy does not divide the devices.
+    """
     c, m, mesh, rules = layout.config, layout.config.model, _decoding_mesh(layout), layout.rules
     shardings = None
     if mesh is not layout.mesh:
@@ -222,7 +224,7 @@ def make_decoding(layout: Layout) -> rollout.Decoding:
         shardings=shardings,
     )
     threads = c.rollout.threads
-    each = c.rollout.slots or -(-_slots_of_a_device(layout, decoding) // threads) * threads
+    each = c.rollout.slots or -(-_slots_of_a_device(layout, decoding, most) // threads) * threads
     return dataclasses.replace(decoding, slots=each * mesh.size, threads=threads)
 
 
@@ -300,7 +302,7 @@ def peak(layout: Layout, learner: Learner, decoding: Decoding) -> float:
     """Bytes on a device at the peak of training: the largest program with all that stays beside it. The rollout's
     weights and a resident reference count, and the decode state where sampling runs ahead on the same devices."""
     c, held = layout.config.rollout, resident(layout, learner, decoding)
-    beside = cache_bytes(layout.model, decoding) if c.max_staleness and not c.devices else 0.0
+    beside = cache_bytes(layout, decoding) if c.max_staleness and not c.devices else 0.0
     return beside + max(held[name] + own for name, own in own_peaks(layout).items())
 
 
@@ -340,7 +342,7 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
     slots = bytes_on_a_device(learner.like) - weights  # without arrays in host memory
     params = decoding_params(layout, decoding)
     own = bytes_on_a_device(params) if has_copy(layout, decoding) else 0
-    cache = cache_bytes(layout.model, decoding)
+    cache = cache_bytes(layout, decoding)
     row = 4 * (3 * shape.length + 8 * shape.completion_length)
     training = own + c.rollout.prompts_per_step * c.rollout.group_size * row / layout.mesh.size
     stays = _resident_reference(layout)

@@ -203,7 +203,7 @@ class Policy:
         if c.rollout.slots is None:
             devices = decoding.slots if decoding.mesh is None else decoding.mesh.size
             one = dataclasses.replace(decoding, slots=devices, threads=1)
-            fit = max(1, min(decoding.slots // devices, int(_CACHE // cache_bytes(layout.model, one))))
+            fit = max(1, min(decoding.slots // devices, int(_CACHE // cache_bytes(layout, one))))
             decoding = dataclasses.replace(one, slots=min(power_of_two(-(-rows // devices)), fit) * devices)
         if rows == 1:
             decoding = dataclasses.replace(decoding, steps_per_dispatch=1)

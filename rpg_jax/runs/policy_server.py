@@ -84,7 +84,7 @@ def with_context(served: Policy, tokens: int | None) -> Policy:
     """A copy of `served` with room for prompt and completion of `tokens` tokens together, half of them each. None: as
     many as the model has positions for, and at most 8192 on a CPU. Raises ValueError if the model has fewer positions.
     A device has `rollout.slots` slots (unset: as many as a step of training needs, on a CPU at most 128), but no more
-    than fit its memory, or 1 GiB on a CPU. On an accelerator a step's need is the limit even if the field is set."""
+    than fit its memory, or 1 GiB on a CPU."""
     layout = served.experiment.layout
     positions = layout.model.rope.max_position_embeddings
     on_cpu = layout.device_memory is None
@@ -95,12 +95,12 @@ def with_context(served: Policy, tokens: int | None) -> Policy:
     config.task.max_prompt_tokens, config.rollout.max_tokens = tokens - tokens // 2, tokens // 2
     asked, config.rollout.slots, config.rollout.threads = config.rollout.slots, None, 1
     wide = dataclasses.replace(layout, config=config)
-    decoding = make_decoding(wide)
+    decoding = make_decoding(wide, asked)
     devices = 1 if decoding.mesh is None else decoding.mesh.size
     fitting = usual = decoding.slots // devices
     if on_cpu:
         one = dataclasses.replace(decoding, slots=devices)
-        fitting = int(_CPU_CACHE // cache_bytes(layout.model, one))
+        fitting = int(_CPU_CACHE // cache_bytes(layout, one))
     config.rollout.slots = max(1, min(asked or usual, fitting))
     return dataclasses.replace(served, experiment=dataclasses.replace(served.experiment, layout=wide))
 

@@ -22,6 +22,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from rpg_jax import losses, models, storage
+from rpg_jax.environments.environment import NOTHING, Handed
 from rpg_jax.parallel import hosts
 from rpg_jax.report.progress import Progress
 from rpg_jax.rewards import Scorer
@@ -50,7 +51,7 @@ def warm_started(experiment: Experiment, params: Any, rollout: Rollout, scorer: 
     read = input_digests(e)
     if e.config.model.path:
         read["weights"] = files_digest(models.local_folder(e.config.model.path))
-    folder = home(e.config) / cache_key(e.config, read)
+    folder = home(e.config) / cache_key(e.config, read, e.handed)
     cache = Snapshots(folder)
     if cache.exists(0):
         try:
@@ -185,11 +186,11 @@ def home(config: ConfigDict) -> epath.Path:
     return runs / "warm_starts" if storage.in_bucket(runs) and not storage.in_bucket(chosen) else chosen
 
 
-def cache_key(config: ConfigDict, read: Mapping[str, str]) -> str:
+def cache_key(config: ConfigDict, read: Mapping[str, str], handed: Handed = NOTHING) -> str:
     """12 hexadecimal digits: a hash of what a warm start depends on. This is the model, the task, the settings and the
     seed of `warm_start`, the evaluation, the row length, the rewards, the environment, and `read`, the digests of
-    problems, tokenizer and weights. The places of these inputs do not count, nor does the source of a reward in
-    `__main__`. `config` comes from `supervised_config`."""
+    problems, tokenizer and weights. A reward in `handed` counts by its source. The places of these inputs do not count.
+    `config` comes from `supervised_config`."""
     parts = {"model": config.model.to_dict(), "task": config.task.to_dict(), "warm_start": config.warm_start.to_dict()}
     parts |= {"max_tokens": config.rollout.max_tokens, "evaluation": config.evaluation.to_dict()}
     parts |= {"packed_length": config.train.packed_length, "read": dict(read)}
@@ -198,7 +199,7 @@ def cache_key(config: ConfigDict, read: Mapping[str, str]) -> str:
         parts["environment"] = {name: config.environment[name] for name in asked}
     r = config.rewards  # rewards decide the accuracy at which a warm start stops
     if (judged := [r.parts or "exact", r.accuracy, r.right_above]) != ["exact", None, None]:
-        parts["rewards"] = [*judged, code_digests(config)]
+        parts["rewards"] = [*judged, code_digests(config, handed)]
     apart = {
         "warm_start": ["dir", "max_tokens", "train", "enabled"],
         "evaluation": ["every", "drift"],

@@ -139,7 +139,7 @@ def test_the_figures_of_a_step_come_from_config_and_programs():
     layout, _, decoding = parts_of(config, host=jax.devices()[:4])
     names = ("log-probs", "start", "add", "apply", "prefill", "decode")
     programs = {name: program(name, flops=197e12) for name in names}
-    programs["decode"].costs.bytes = 2.5e9 + memory.cache_bytes(layout.model, decoding)
+    programs["decode"].costs.bytes = 2.5e9 + memory.cache_bytes(layout, decoding)
     lengths = run_plan.lengths_of(config, mean=1000)
     assert (lengths.prompt, lengths.mean, lengths.limit) == (300, 1000, 2048)
     found = run_plan.step_figures(layout, decoding, programs, V5E, lengths)

@@ -11,7 +11,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import qwen2p5_0p5b_gsm8k, qwen3_0p6b_gsm8k, qwen3_4b_2k, qwen3_4b_8k, tiny
-from rpg_jax.runs import memory
+from rpg_jax.runs import config_files, memory
 from rpg_jax.runs.layout import make_layout, packing_shape, row_shape
 from rpg_jax.runs.learner import make_learner
 from rpg_jax.runs.memory import fitting_layout, make_decoding
@@ -48,6 +48,26 @@ def test_slots_fill_what_weights_and_optimizer_leave():
     assert TOKEN * 10_240 * decoding.slots / 4 + held < hbm
 
 
+def test_where_nothing_is_trained_slots_fill_what_the_weights_leave():
+    """Qwen3-4B on one chip of 16 GB: beside AdamW's 48 GB it would have one slot."""
+    config = resolve(qwen3_4b_2k.get_config())
+    with config.unlocked():
+        config.model.param_dtype, config.rollout.tensor, config.mesh.fsdp = "bfloat16", None, -1
+        config.task.max_prompt_tokens, config.rollout.max_tokens = 512, 512
+    one = jax.devices()[:1]
+    trainer = make_layout(config, None, one, one, 16 * GIB)
+    assert make_decoding(trainer).slots == 1
+    server = dataclasses.replace(trainer, trains=False)
+    slot = TOKEN * 1024 + 4 * 4 * 151_936
+    fits = int((15 * GIB - 2 * WEIGHTS) / slot)
+    assert make_decoding(server).slots == fits // 16 * 16 == 48
+    assert make_decoding(server, most=20).slots == 20 and make_decoding(server, most=999).slots == 48
+    copied = config_files.changed(config, {"model.param_dtype": "float32"})
+    copied = dataclasses.replace(make_layout(copied, None, one, one, 32 * GIB), trains=False)
+    assert make_decoding(copied).slots == int((30 * GIB - 6 * WEIGHTS) / slot) // 16 * 16, "a copy decodes"
+    assert not fitting_layout(tiny.get_config(), 32).trains
+
+
 def test_an_int8_cache_has_nearly_twice_the_slots_and_sampling_ahead_half():
     hbm = 95.74 * GIB
     int8 = decoding_of(qwen3_4b_8k.get_config(), hbm, **{"rollout.int8_kv": True})
@@ -77,7 +97,7 @@ def test_devices_that_only_sample_need_no_memory_for_the_trainer():
     layout = make_layout(config, None, jax.devices(), jax.devices(), device_memory=95.74 * GIB)
     learner, decoding = make_learner(layout), make_decoding(layout)
     held = memory.resident(layout, learner, decoding)
-    assert held["decode"] == 0 and held["prefill"] == memory.cache_bytes(layout.model, decoding)
+    assert held["decode"] == 0 and held["prefill"] == memory.cache_bytes(layout, decoding)
     assert held["prefill"] < 95.74 * GIB, "the slots fill what the trainer's state would take"
 
 
@@ -162,7 +182,7 @@ def test_sampling_ahead_on_the_same_devices_leaves_less_for_training():
     alone = layout_of(config, 16 * GIB, **changes)
     ahead = layout_of(config, 16 * GIB, **changes, **{"rollout.max_staleness": 1})
     learner, decoding = make_learner(alone), make_decoding(alone)
-    cache = memory.cache_bytes(alone.model, decoding)
+    cache = memory.cache_bytes(alone, decoding)
     difference = memory.peak(ahead, learner, decoding) - memory.peak(alone, learner, decoding)
     assert difference == pytest.approx(cache) and cache > GIB / 4
     sizes = [memory.with_micro_batch(layout).config.train.microbatch_size for layout in (alone, ahead)]
