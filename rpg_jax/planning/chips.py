@@ -91,11 +91,11 @@ class Rates(NamedTuple):
       flops: share of peak FLOP/s in matrix products, recomputation counted as work. MaxText reports 0.44 to 0.50 of
         dense models on v6e, and on v5p 0.53 of Mixtral 8x7B and 0.65 of Llama 2 70B, without recomputation
         (maxtext.readthedocs.io, models tiering).
-      ici: share of the bandwidth of a chip's links. A collective over some axes of the torus uses their links alone.
+      ici: share of the bandwidth of a chip's links. A collective over some axes uses only the links of these axes.
       host: bytes per second that a host takes from other hosts or from a folder of weights, and copies or writes.
         Assumed: the network of hosts of four or eight chips is faster; what Python does with the bytes is not measured.
-      collective_seconds: latency of one collective of a decode step, with the small programs between two of them. It is
-        set by one reported device time: Levanter decodes eight completions of Qwen3-8B on v6e-8 at 4.9 ms a step
+      collective_seconds: latency of one collective in any program, with the small programs between two collectives. It
+        is set by one reported device time: Levanter decodes eight completions of Qwen3-8B on v6e-8 at 4.9 ms a step
         (marin-community/marin#6229). The bytes take 2.9 ms at half of HBM's bandwidth; 74 collectives share the rest.
         The hops alone take some microseconds.
       dispatch_seconds: seconds between two dispatches of decode steps, while tokens reach the host and slots are

@@ -61,12 +61,12 @@ class Program:
 
     @property
     def hbm(self) -> float:
-        """Bytes of HBM at the peak, with the arrays of other programs (`resident`)."""
+        """Bytes of HBM at the peak, with `resident`; if `peak` is 0, of arguments + temporaries + outputs - alias."""
         own = self.arguments + self.temporaries + self.outputs - self.alias
         return (self.peak or own) + self.resident
 
     def fits(self, chip: Chip) -> bool:
-        """Whether the compiler accepted the program, and its peak is within the HBM of `chip`."""
+        """Whether the compiler accepted the program, and `hbm`, with `resident`, is at most the HBM of `chip`."""
         return not self.refused and self.hbm <= chip.hbm
 
     def limits(self, chip: Chip, run: float = 1.0) -> dict[str, float]:
@@ -79,7 +79,7 @@ class Program:
         }
 
     def bound(self, chip: Chip) -> tuple[str, float]:
-        """The resource that limits the program ("compute", "HBM" or "ICI"), and its seconds. No run is faster."""
+        """The slowest resource at its peak rate ("compute", "HBM" or "ICI"), and its seconds for all operations."""
         limits = self.limits(chip)
         name = max(limits, key=limits.__getitem__)
         return name, limits[name]
@@ -97,8 +97,8 @@ def compile_program(
 ) -> Program:
     """Compiles `lowered`, the result of `jax.jit(...).lower(...)`, which takes seconds to minutes, and counts its
     costs. A program that does not fit in HBM is a result with the field `refused`, not an error. Other errors of the
-    compiler are raised as jax.errors.JaxRuntimeError. With `cheapest`, the cheapest branch of each condition counts,
-    else the dearest. `name`, `model_flops` and `resident` go into the result as they are."""
+    compiler are raised as jax.errors.JaxRuntimeError. `cheapest`, and a ValueError, are as in `hlo.count`. `name`,
+    `model_flops` and `resident` go into the result as they are."""
     start = time.perf_counter()
     try:
         compiled = lowered.compile()
@@ -118,8 +118,8 @@ def compile_program(
 def lowered_programs(
     layout: Layout, learner: Learner, decoding: Decoding
 ) -> Iterator[tuple[str, jax.stages.Lowered, float]]:
-    """Lowers the programs of a training step and then "prefill" and "decode", each when the caller asks for it. Yields
-    (name, lowered program, its operations as `operations` counts them)."""
+    """Lowers each program of a training step when the caller asks for it, and at last "prefill" and "decode" together.
+    Yields (name, lowered program, its operations on one chip as `operations` counts them)."""
     flops = operations(layout, decoding, learner.critic)
     with layout.activate():
         for name, lowered in training(layout, learner):
@@ -133,7 +133,7 @@ def lowered_programs(
 def operations(layout: Layout, decoding: Decoding, critic: Critic | None = None) -> dict[str, float]:
     """Returns the operations of the mathematics in each program on one chip, by the program's name: of a micro-batch,
     of the largest prefill, and of a decode step of all slots over a full cache. A `critic` adds its passes to updates.
-    """
+    All names of `Program` but "exchange" are there."""
     assert decoding.mesh is not None, "a plan decodes on a mesh"
     c, model, shape, chips = layout.config, layout.model, row_shape(layout.config), layout.mesh.size
     sizes: dict[str, Any] = {"rows": shape.rows, "length": shape.length}

@@ -105,7 +105,7 @@ class Estimate:
         return self.peak(sampling=True) <= hbm and self.peak(sampling=False) <= memory.TRUSTED * hbm
 
     def as_dict(self, topology: Topology) -> dict[str, Any]:
-        """The estimate for JSON: "fits", the `sizes`, "training_peak_bytes", "sampling_peak_bytes" and "step"."""
+        """For JSON: "fits", each entry of `sizes`, "training_peak_bytes", "sampling_peak_bytes" and "step"."""
         return {
             "fits": self.fits(topology),
             **self.sizes,
@@ -118,7 +118,7 @@ class Estimate:
 def estimate(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> Estimate:
     """Estimates the memory and the time of a resolved config by arithmetic; no program is compiled. `lengths` None:
     completions of half of the limit, see `run_plan.lengths_of`. Raises ValueError if libtpu, which describes the
-    devices of a slice, is not installed, sizes in the config conflict, or `rollout.devices` is set."""
+    devices of a slice, is not installed, the config cannot run on the slice, or `rollout.devices` is set."""
     layout, learner, decoding, held = run_plan.parts_on(config, topology)
     lengths = lengths or run_plan.lengths_of(config)
     programs = estimated_programs(layout, decoding, held)
@@ -142,8 +142,8 @@ def search(config: ConfigDict, topology: Topology, lengths: Lengths | None = Non
 
     A search tries: 1 to 8 chips for a copy of the decoding weights, within one host; a cache in bf16 or in int8, with
     the slots that fill the memory; and three remat policies, each with the largest micro-batch that fits. Rows are
-    spread over two or four chips, with `mesh.context`, only if no setting fits without this spread. Settings that the
-    config cannot run are left out. `lengths` and ValueErrors are as in `estimate`."""
+    spread over two or four chips, with `mesh.context`, only if no setting fits without this spread. Settings that
+    cannot run are left out. `lengths` as in `estimate`. ValueError without libtpu, or if `rollout.devices` is set."""
     tried = {
         "rollout.tensor": [n for n in (1, 2, 4, 8) if topology.host.chips % n == 0],
         "rollout.int8_kv": (False, True),

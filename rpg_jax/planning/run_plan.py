@@ -32,7 +32,7 @@ def plan(
     """Compiles every program of a resolved config for `topology`, or the programs named in `only`; a line on stderr
     announces each. Returns the programs by name, and the result of `step_figures`, which is {} if `only` is given or
     the compiler refuses a program. `lengths` None: as `lengths_of` assumes. Raises ValueError as `parts_on` does, and
-    if the config lacks a program of `only`."""
+    if `only` has an unknown name or "exchange", which is not compiled. Other errors are as in `compile_program`."""
     layout, learner, decoding, held = parts_on(config, topology)
     programs, found = {}, {name: (low, flops) for name, low, flops in lowered_programs(layout, learner, decoding)}
     if unknown := sorted(set(only or ()) - set(found)):
@@ -52,7 +52,7 @@ def plan(
 def parts_on(config: ConfigDict, topology: Topology) -> tuple[Layout, Learner, Decoding, dict[str, float]]:
     """Returns four things for a config on a slice: the layout, with the micro-batch that a run would take there; the
     learner; how the run decodes; and, by program, the bytes that other parts of the run hold on a chip meanwhile.
-    Raises ValueError without a compiler for TPUs, if mesh and sizes of the config conflict, or as `check_one_mesh`."""
+    Raises ValueError without a compiler for TPUs, if the config cannot run on the slice, or as `check_one_mesh`."""
     check_one_mesh(config)
     place = topology.devices(), topology.host.devices(), topology.chip.hbm
     layout = memory.with_micro_batch(make_layout(config, vocabulary(config), *place))
@@ -85,8 +85,8 @@ def with_known_shapes(config: ConfigDict) -> ConfigDict:
 
 
 def vocabulary(config: ConfigDict) -> int | None:
-    """The vocabulary size of the tokenizer `model.tokenizer`; without it, of a tokenizer that is trained as in the run,
-    and then deleted. None for a config with `model.path` or `model.size`, whose model says the size."""
+    """None for a config with `model.path` or `model.size`, whose model says the size. Else the vocabulary size of the
+    tokenizer `model.tokenizer`; if this field is unset, of a tokenizer that is trained as in the run, and deleted."""
     if config.model.path or config.model.size:
         return None
     task, stage = Task.from_config(config), make_stage(config)
