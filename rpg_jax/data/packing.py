@@ -143,11 +143,10 @@ def pack(
 ) -> RolloutBatch[P]:
     """Packs groups into rows of one shape, and returns them as micro-batches.
 
-    Every U-th group goes to the same mini-batch, so that a shortage of groups is spread over all U mini-batches. With
-    `shape.packed` the longest completion with its prompt comes first, and each completion goes into the first row with
-    room. With `shape.shared` too, a prompt with all its completions goes into the first row with room; if no row can
-    hold the group, it is split. Packing puts rows of similar length side by side. So every M-th row of a mini-batch
-    goes to the same one of its M micro-batches, which all get long and short rows. Their last rows may be padding.
+    Every U-th group goes to the same mini-batch. With `shape.packed` the longest completion with its prompt comes
+    first, and each completion goes into the first row with room. With `shape.shared` too, a prompt with all its
+    completions goes into the first row with room; a group longer than a row is split. The rows of a mini-batch are
+    dealt in turn to its micro-batches, so that each has long and short rows. The last rows of each may be padding.
 
     Tokens that an environment wrote, and completions that their group does not count (`counted`), have mask 0.
 
@@ -159,7 +158,8 @@ def pack(
       sharding: places the rows on devices; None leaves numpy arrays on the host.
 
     Raises:
-      ValueError: a prompt is empty, a prompt with one completion does not fit a row, or `shape.rows` is below 1.
+      ValueError: a prompt is empty, a prompt and one completion have more than T tokens, the completions of a row have
+        more than C tokens, or `shape.rows` is below 1.
     """
     if shape.rows < 1:
         raise ValueError(f"a micro-batch needs at least one row, got {shape.rows}")

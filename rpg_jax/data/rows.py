@@ -25,7 +25,7 @@ class Reading:
     Attributes:
       template: prompt template, by its name in `prompts.TEMPLATES` or as a text with {question}. None keeps the prompts
         of official rows and of `messages`, and puts other questions into the paper's template.
-      source: the problems' source; None: the row's "source" or "data_source", which official rows need, else "unnamed".
+      source: of the problems; None: an official row's "data_source"; another's "source" or "data_source", or "unnamed".
       shape: reads (question, answer) from a row; None: the row has one of the three forms that `read_row` describes.
     """
 
@@ -73,7 +73,7 @@ class Row(Mapping[str, Any]):
         return len(self._row)
 
     def first(self, meaning: str, keys: tuple[str, ...]) -> str | None:
-        """Returns the first of `keys` whose value is not None, and notes it in `taken` under `meaning`; else None."""
+        """Returns the first key of `keys` whose value is not None, and notes the key as taken[meaning]; else None."""
         for key in keys:
             if self.get(key) is not None:
                 self.taken[meaning] = key
@@ -96,8 +96,8 @@ def read_row(row: Any, reading: Reading, prompt_id: int, report: Report) -> Prob
     but `messages` may have a demonstration under one of `DEMONSTRATION_KEYS`. With a demonstration the answer may be
     empty; outside the official schema, and without `reading.shape`, it may be missing.
 
-    Raises BadRow if a key is missing, a type is wrong, `samples` is below 1, the question, the prompt or the answer is
-    empty, or a text has a lone surrogate; ValueError if `reading.template` is unknown.
+    Raises BadRow if a key is missing, a type or role is wrong, `samples` is below 1, the question, prompt, answer or a
+    text under `DEMONSTRATION_KEYS` is empty, or a text has a lone surrogate; ValueError for an unknown template.
     """
     if not isinstance(row, Mapping):
         raise BadRow(f"expected an object, got {type(row).__name__}")
@@ -251,13 +251,13 @@ def text_of(row: Mapping[str, Any], key: str) -> str:
 
 def whole_number_shape(row: Row) -> tuple[str, str]:
     """Returns (question, answer) under `QUESTION_KEYS` and `ANSWER_KEYS`. The answer "7.0" becomes "7", as verifiers
-    expect. Raises BadRow if one is missing or no text."""
+    expect. Raises BadRow if the question or the answer is missing, or neither text nor number."""
     question, answer = first_text(row, "question", QUESTION_KEYS), first_text(row, "answer", ANSWER_KEYS)
     return question, answer.strip().removesuffix(".0")
 
 
 def gsm8k_shape(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns (text of "question", text after the last "####" of "answer", no commas). Raises BadRow without one."""
+    """Returns (text of "question", text after the last "####" of "answer", no commas). BadRow if a part is missing."""
     answer = text_of(row, "answer")
     if "####" not in answer:
         raise BadRow("answer without '####'")

@@ -82,8 +82,8 @@ def load(
       count, seed: the number of problems and the seed of a procedural generator.
 
     Raises:
-      ValueError: a source or template is unknown, a file is empty or damaged, a download or a generator fails, or no
-        row is usable; with "fatal", also if a row is bad.
+      ValueError: a source or template is unknown, a file is empty or damaged, a download fails, reasoning_gym is not
+        installed, or no row is usable; with "fatal", also if a row is bad.
     """
     report = Report()
     merged: dict[tuple[str, str], Problem] = {}
@@ -149,7 +149,7 @@ def open_source(name: str, *, count: int, seed: int) -> tuple[Reading, Rows]:
 def file_rows(path: Path) -> list[Any]:
     """Returns the unchanged rows of a .parquet, .jsonl or .json file, or of a folder's .parquet and .jsonl files, by
     name. Raises ValueError for other, empty and damaged files, broken rows and folders without such files;
-    FileNotFoundError for a missing file."""
+    FileNotFoundError for a missing file with such a suffix."""
     found = list(_files(path))
     if bad := [f"{where}: {row}" for where, row in found if isinstance(row, BadRow)]:
         raise ValueError(bad[0])
@@ -287,7 +287,7 @@ def decontaminate(problems: Iterable[Problem], evaluation: Iterable[Problem]) ->
 
 def write_parquet(problems: Sequence[Problem], path: str | os.PathLike[str]) -> None:
     """Writes a parquet file with one row per problem, as `official_row` makes it. Makes the folder, and replaces an old
-    file. The new file appears complete or not at all. Raises ValueError if there is no problem."""
+    file. The new file appears complete or not at all. Raises ValueError without problems, or if `path` is a folder."""
     if not problems:
         raise ValueError(f"nothing to write to {path}: every problem was removed")
     path = Path(path)
