@@ -144,7 +144,7 @@ class Chains:
     Attributes:
       operators: one or more of "+-*".
       links: the fewest (at least 2) and the most (at most 24) operations of a training problem.
-      checked: probability that the pupil checks a value, and that the pupil then checks the value again.
+      checked: probability, below 1, that the pupil checks a value, and that the pupil then checks the value again.
       skipped: probability that the pupil leaves out a line; the last line is never left out.
       held_out: share of prompts that is kept for evaluation, by a hash; in (0, 1).
       seed: seed of the hash, of the pupil's mistakes and of the demonstrations.

@@ -38,7 +38,8 @@ class Codec(Protocol):
     """Turns text into token ids and back."""
 
     def encode(self, text: str) -> list[int]:
-        """Returns the token ids of a text. No special tokens are added."""
+        """Returns the token ids of a text, without adding any. Where the text spells a special token, as "<|im_end|>",
+        a Hugging Face tokenizer gives this token, and a SentencePiece model the tokens of its characters."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -74,7 +75,7 @@ class Tokenizer(Codec, Protocol):
     chat: ChatTemplate | None
 
     def name(self, token: int) -> str:
-        """Returns the text of a token, also of a special token such as "<|im_end|>"."""
+        """Returns a token as its vocabulary spells it: "<|im_end|>", or with a space before it "Ġworld" or "▁"."""
         ...
 
     def unknown(self, text: str) -> str:
@@ -250,7 +251,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def name(self, token: int) -> str:
-        """Returns the text of a token, also of a special token; "" for an unknown id."""
+        """Returns a token as tokenizer.json spells it, as "<|im_end|>" or "Ġworld"; "" for an unknown id."""
         return self._model.id_to_token(token) or ""
 
     def unknown(self, text: str) -> str:

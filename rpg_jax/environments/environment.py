@@ -66,9 +66,9 @@ class Turn:
 
 
 class Environment(Protocol):
-    """What a user's environment must have. The keywords of its class are the config's `environment.options`. Both
-    methods are pure: equal arguments give equal results, and nothing is kept between two calls. So any process may run
-    them, and another process may replace a process that was killed. Each method may be a coroutine function."""
+    """What a user's environment must have. The keywords of its class are the config's `environment.options`. In worker
+    processes both methods must be pure: equal arguments give equal results, and nothing is kept between two calls. Any
+    process may run a call, and a new process replaces a killed process. Each method may be a coroutine function."""
 
     def reset(self, problem: Posed) -> Sequence[Message] | Awaitable[Sequence[Message]]:
         """Returns the messages of the prompt, at least one. The last one is not the assistant's."""

@@ -20,7 +20,7 @@ _BEFORE = ({"role": "user", "content": _ASKED}, {"role": "assistant", "content":
 class Player:
     """Answers the turns of a rollout: keeps each conversation's messages, asks the environment, encodes the answers.
 
-    A failure of the environment ends one conversation, and the reply has the kind of error. `check` raises others.
+    A failed call ends its conversation, and the reply has the kind of error. `check` raises errors that end the run.
 
     Args:
       stage: asks the environment.
@@ -50,8 +50,8 @@ class Player:
     def respond(self, place: int, index: int, tokens: np.ndarray, finish_reason: FinishReason) -> Future[Reply]:
         """Begins the reply to a turn of completion `index` of prompt number `place`, in a thread. Returns at once.
         `tokens`, i32[n], are those of the turn. With `finish_reason` "stop" the last one is a stop token; with "length"
-        a limit has cut the turn, which still gets a reward, and the conversation ends. The future never raises. Its
-        reply has the tokens of the observation (None if the conversation is over), the reward, and the error."""
+        a limit has cut the turn, which still gets a reward, and the conversation ends. The future never raises. The
+        `tokens` of its reply are the observation, or None if the conversation is over, also by an error."""
         return self._stage.submit(self._reply, (place, index), tokens, finish_reason)
 
     def check(self) -> None:

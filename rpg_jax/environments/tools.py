@@ -134,8 +134,7 @@ class Tool:
 
     @property
     def description(self) -> dict[str, Any]:
-        """The tool as chat templates take it: the JSON schema of OpenAI's function calling, with the first
-        paragraph of the function's docstring."""
+        """The tool for chat templates: OpenAI's JSON schema, with the first paragraph of the function's docstring."""
         about = " ".join((inspect.getdoc(self.function) or "").partition("\n\n")[0].split())
         properties = {name: {"type": _TYPES[kind][0]} for name, kind in self.types.items()}
         parameters = {"type": "object", "properties": properties, "required": list(self.required)}
@@ -196,7 +195,7 @@ def calculator(expression: str) -> str:
 
     The policy reads the paragraph above. A result that is no whole number is then rounded to 12 significant digits:
     "1/3" gives "0.333333333333". Raises ValueError for a text that is no such expression or has more than 500
-    characters, and for a division by zero.
+    characters, and for a division by zero; OverflowError for such a result beyond 1.8e308.
     """
     value = evaluate(expression)
     return str(value) if value.denominator == 1 else f"{float(value):.12g}"
