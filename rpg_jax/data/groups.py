@@ -92,7 +92,7 @@ def unscored(problem: Problem, prompt: np.ndarray, completions: list[Completion]
 
 
 def encode_groups(groups: Sequence[Group]) -> str:
-    """Returns the groups, of the kind that `groups_to_bytes` takes, as ASCII text for `decode_groups`; "" for none."""
+    """Returns the groups, which `groups_to_bytes` must accept, as ASCII text for `decode_groups`; "" for no groups."""
     return base64.b64encode(zlib.compress(groups_to_bytes(groups), 1)).decode() if groups else ""
 
 

@@ -103,7 +103,7 @@ class PromptStream:
 
 
 def fingerprint(problems: Sequence[Problem]) -> int:
-    """Returns a CRC-32 of each problem's prompt_id, system, prompt, answer and messages. The order counts."""
+    """Returns one CRC-32 over prompt_id, system, prompt, answer and messages of all problems, in their order."""
     checksum = 0
     for p in problems:
         opening = (p.messages,) if p.messages else ()

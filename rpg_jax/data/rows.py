@@ -25,7 +25,7 @@ class Reading:
     Attributes:
       template: prompt template, by its name in `prompts.TEMPLATES` or as a text with {question}. None keeps the prompts
         of official rows and of `messages`, and puts other questions into the paper's template.
-      source: of the problems; None: an official row's "data_source"; another's "source" or "data_source", or "unnamed".
+      source: the source. None: "data_source" of an official row; of another row "source", "data_source" or "unnamed".
       shape: reads (question, answer) from a row; None: the row has one of the three forms that `read_row` describes.
     """
 

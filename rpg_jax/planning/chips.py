@@ -40,7 +40,7 @@ class Chip:
 
     @property
     def shapes(self) -> tuple[str, ...]:
-        """The shapes of slices that a plan knows, as "2x2x1", the smallest first."""
+        """The shapes of slices that a plan knows, in chips, as "2x4" or "2x2x1", the smallest first."""
         return _SHAPES[self.dimensions]
 
 
@@ -97,7 +97,6 @@ class Rates(NamedTuple):
       collective_seconds: latency of one collective in any program, with the small programs between two collectives. It
         is set by one reported device time: Levanter decodes eight completions of Qwen3-8B on v6e-8 at 4.9 ms a step
         (marin-community/marin#6229). The bytes take 2.9 ms at half of HBM's bandwidth; 74 collectives share the rest.
-        The hops alone take some microseconds.
       dispatch_seconds: seconds between two dispatches of decode steps, while tokens reach the host and slots are
         filled. Levanter's engine spends 1.4 ms of host time on a decode step in the same report.
     """

@@ -204,7 +204,7 @@ def training(layout: Layout, learner: Learner) -> Iterator[tuple[str, jax.stages
 
 def token_flops(config: DecoderConfig, *, tokens: float, attended: float, predicted: float) -> float:
     """Returns the operations of a forward pass over `tokens` that attend to `attended` tokens each, in the mean, with
-    logits at `predicted` positions in all. A multiply-add of a matrix product counts twice, norms and softmax never."""
+    logits at `predicted` positions in all. A multiply-add in a product is two operations; norms and softmax none."""
     D, H = config.embed_dim, config.head_dim
     weights = 2 * D * config.num_heads * H + 2 * D * config.num_kv_heads * H + 3 * D * _hidden_units(config)
     if config.experts:

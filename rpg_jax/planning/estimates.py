@@ -140,10 +140,10 @@ def search(config: ConfigDict, topology: Topology, lengths: Lengths | None = Non
     """Returns the changes of `config` that fit by arithmetic, as {"FIELD=VALUE,FIELD=VALUE": estimate}, the fastest
     expected step first; {} if none fits.
 
-    A search tries: 1 to 8 chips for a copy of the decoding weights, within one host; a cache in bf16 or in int8, with
-    the slots that fill the memory; and three remat policies, each with the largest micro-batch that fits. Rows are
-    spread over two or four chips, with `mesh.context`, only if no setting fits without this spread. Settings that
-    cannot run are left out. `lengths` as in `estimate`. ValueError without libtpu, or if `rollout.devices` is set."""
+    A search unsets `rollout.slots` and `train.microbatch_size`; the memory then decides both. The search tries 1 to 8
+    chips of a host for a copy of the decoding weights, `rollout.int8_kv`, and three remat policies. If nothing fits, a
+    search also spreads rows over two, then four chips (`mesh.context`). Settings that cannot run are left out.
+    `lengths` is as in `estimate`. Raises ValueError without libtpu, or if `rollout.devices` is set."""
     tried = {
         "rollout.tensor": [n for n in (1, 2, 4, 8) if topology.host.chips % n == 0],
         "rollout.int8_kv": (False, True),

@@ -98,8 +98,9 @@ def vocabulary(config: ConfigDict) -> int | None:
 
 
 def lengths_of(config: ConfigDict, *, mean: float = 0, prompt: float = 0) -> Lengths:
-    """Returns the lengths that a plan assumes, in tokens. `mean` is of completions; 0: half of rollout.max_tokens.
-    `prompt` is of prompts, in the mean; 0: `PROMPT_TOKENS`, or half of task.max_prompt_tokens if that is less."""
+    """Returns the lengths that a plan assumes, in tokens. `mean` is the mean of completions; 0: half of
+    rollout.max_tokens. `prompt` is the mean of prompts; 0: `PROMPT_TOKENS`, or half of task.max_prompt_tokens if less.
+    The spread is `SPREAD`, and the config gives the limits."""
     limit, usual = config.rollout.max_tokens, min(PROMPT_TOKENS, config.task.max_prompt_tokens / 2)
     part = config.rollout.partial_tokens or math.inf
     return Lengths(prompt=prompt or usual, mean=mean or limit / 2, spread=SPREAD, limit=limit, part=part)
@@ -175,7 +176,7 @@ def _run(model: DecoderConfig, lengths: Lengths, length: int) -> float:
 
 
 def decode_step_of(layout: Layout, decoding: Decoding, program: Program) -> DecodeStep:
-    """Returns the costs of a decode step on one chip, from those of the "decode" program, which count a full cache."""
+    """Returns the costs of a decode step on one chip. `program` is "decode", whose costs count a full cache."""
     assert decoding.mesh is not None, "a plan decodes on a mesh"
     model, slots, chips = layout.model, decoding.slots, decoding.mesh.size
     cache = memory.cache_bytes(layout, decoding)
