@@ -160,7 +160,7 @@ class Tool:
 
 def make_tool(name: str, options: Mapping[str, Any]) -> Tool:
     """Imports and returns the tool `name`: "calculator", "module:function", or "module:name" of a class or a function
-    that makes the tool's function of the keywords `options`. The policy calls it by the part after ":". The tool's
+    that makes the tool's function of the keywords `options`. `Tool.name` is the part after ":". The tool's
     arguments are annotated with str, int, float, bool, list or dict. Raises ValueError if there is no such tool, the
     options do not make one, or an argument has no such annotation."""
     if name not in TOOLS and ":" not in name:

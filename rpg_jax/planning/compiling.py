@@ -95,7 +95,7 @@ class Program:
 def compile_program(
     name: str, lowered: Any, *, model_flops: float = 0.0, resident: float = 0.0, cheapest: bool = False
 ) -> Program:
-    """Compiles `lowered`, the result of `jax.jit(...).lower(...)`, which takes seconds to minutes, and counts its
+    """Compiles `lowered`, the result of `jax.jit(...).lower(...)`, in seconds to minutes, and counts the program's
     costs. A program that does not fit in HBM is a result with the field `refused`, not an error. Other errors of the
     compiler are raised as jax.errors.JaxRuntimeError. `cheapest`, and a ValueError, are as in `hlo.count`. `name`,
     `model_flops` and `resident` go into the result as they are."""

@@ -86,7 +86,7 @@ def with_known_shapes(config: ConfigDict) -> ConfigDict:
 
 def vocabulary(config: ConfigDict) -> int | None:
     """None for a config with `model.path` or `model.size`, whose model says the size. Else the vocabulary size of the
-    tokenizer `model.tokenizer`; if this field is unset, of a tokenizer that is trained as in the run, and deleted."""
+    tokenizer `model.tokenizer`; if this field is unset, of a tokenizer that is trained as in the run, then deleted."""
     if config.model.path or config.model.size:
         return None
     task, stage = Task.from_config(config), make_stage(config)

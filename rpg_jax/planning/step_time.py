@@ -219,8 +219,8 @@ class Lengths:
 
     @property
     def begun(self) -> list[tuple[float, float]]:
-        """(tokens that its prefill reads, share of the completions that reach it) of the second and each further part
-        of a completion; [] if a completion has one part. Lengths are taken as normal, with this mean and spread."""
+        """For the second and each further part of a completion: (tokens that the part's prefill reads, share of the
+        completions that reach the part). [] if a completion has one part. Lengths are taken as normally distributed."""
         if self.part >= self.limit:
             return []
         drawn = [k * self.part for k in range(1, math.ceil(self.limit / self.part))]
