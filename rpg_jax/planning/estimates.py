@@ -116,9 +116,9 @@ class Estimate:
 
 
 def estimate(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> Estimate:
-    """Estimates the memory and the time of a resolved config by arithmetic; no program is compiled. `lengths` None:
-    completions of half of the limit, see `run_plan.lengths_of`. Raises ValueError if libtpu, which describes the
-    devices of a slice, is not installed, the config cannot run on the slice, or `rollout.devices` is set."""
+    """Estimates memory and time of a resolved config by arithmetic. Compiles nothing, and does not check that the rows
+    of a micro-batch divide evenly over the devices. `lengths` None: as `run_plan.lengths_of` assumes. Raises ValueError
+    if libtpu is not installed, model, mesh and sizes of the config conflict, or `rollout.devices` is set."""
     layout, learner, decoding, held = run_plan.parts_on(config, topology)
     lengths = lengths or run_plan.lengths_of(config)
     programs = estimated_programs(layout, decoding, held)
@@ -142,8 +142,8 @@ def search(config: ConfigDict, topology: Topology, lengths: Lengths | None = Non
 
     A search unsets `rollout.slots` and `train.microbatch_size`; the memory then decides both. The search tries 1 to 8
     chips of a host for a copy of the decoding weights, `rollout.int8_kv`, and three remat policies. If nothing fits, a
-    search also spreads rows over two, then four chips (`mesh.context`). Settings that cannot run are left out.
-    `lengths` is as in `estimate`. Raises ValueError without libtpu, or if `rollout.devices` is set."""
+    search also spreads rows over two, then four chips (`mesh.context`). Settings that `estimate` refuses are left
+    out. `lengths` is as in `estimate`. Raises ValueError without libtpu, or if `rollout.devices` is set."""
     tried = {
         "rollout.tensor": [n for n in (1, 2, 4, 8) if topology.host.chips % n == 0],
         "rollout.int8_kv": (False, True),

@@ -31,8 +31,8 @@ def plan(
 ) -> tuple[dict[str, Program], dict[str, Any]]:
     """Compiles every program of a resolved config for `topology`, or the programs named in `only`; a line on stderr
     announces each. Returns the programs by name, and the result of `step_figures`, which is {} if `only` is given or
-    the compiler refuses a program. `lengths` None: as `lengths_of` assumes. Raises ValueError as `parts_on` does, and
-    if `only` has an unknown name or "exchange", which is not compiled. Other errors are as in `compile_program`."""
+    the compiler refuses a program. `lengths` None: as `lengths_of` assumes. Raises ValueError as `parts_on` does, if a
+    program cannot be lowered, or if `only` has a name that is not compiled, as "exchange"; and as `compile_program`."""
     layout, learner, decoding, held = parts_on(config, topology)
     programs, found = {}, {name: (low, flops) for name, low, flops in lowered_programs(layout, learner, decoding)}
     if unknown := sorted(set(only or ()) - set(found)):
@@ -52,7 +52,7 @@ def plan(
 def parts_on(config: ConfigDict, topology: Topology) -> tuple[Layout, Learner, Decoding, dict[str, float]]:
     """Returns four things for a config on a slice: the layout, with the micro-batch that a run would take there; the
     learner; how the run decodes; and, by program, the bytes that other parts of the run hold on a chip meanwhile.
-    Raises ValueError without a compiler for TPUs, if the config cannot run on the slice, or as `check_one_mesh`."""
+    Raises ValueError without libtpu, if model, mesh and sizes of the config conflict, or as `check_one_mesh`."""
     check_one_mesh(config)
     place = topology.devices(), topology.host.devices(), topology.chip.hbm
     layout = memory.with_micro_batch(make_layout(config, vocabulary(config), *place))
