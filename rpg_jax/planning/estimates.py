@@ -116,9 +116,9 @@ class Estimate:
 
 
 def estimate(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> Estimate:
-    """Estimates memory and time of a resolved config by arithmetic. Compiles nothing, and does not check that the rows
-    of a micro-batch divide evenly over the devices. `lengths` None: as `run_plan.lengths_of` assumes. Raises ValueError
-    if libtpu is not installed, model, mesh and sizes of the config conflict, or `rollout.devices` is set."""
+    """Estimates memory and time of a resolved config by arithmetic. Compiles nothing. `lengths` None: as
+    `run_plan.lengths_of` assumes. Raises ValueError if libtpu is not installed, model, mesh and sizes of the config
+    conflict, or `rollout.devices` is set."""
     layout, learner, decoding, held = run_plan.parts_on(config, topology)
     lengths = lengths or run_plan.lengths_of(config)
     programs = estimated_programs(layout, decoding, held)

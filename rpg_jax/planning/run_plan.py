@@ -21,7 +21,15 @@ from rpg_jax.rollout import Decoding, prefill_shape
 from rpg_jax.rollout.decoding import prompt_bucket, prompts_per_prefill
 from rpg_jax.runs import config_files, memory
 from rpg_jax.runs.experiment import make_stage, open_tokenizer
-from rpg_jax.runs.layout import Layout, make_layout, model_config, reference_layout, row_shape, rows_per_update
+from rpg_jax.runs.layout import (
+    Layout,
+    make_layout,
+    model_config,
+    packing_shape,
+    reference_layout,
+    row_shape,
+    rows_per_update,
+)
 from rpg_jax.runs.learner import Learner, is_on_policy, make_learner, reference_differs
 from rpg_jax.runs.problems import Task, listed
 
@@ -56,6 +64,7 @@ def parts_on(config: ConfigDict, topology: Topology) -> tuple[Layout, Learner, D
     check_one_mesh(config)
     place = topology.devices(), topology.host.devices(), topology.chip.hbm
     layout = memory.with_micro_batch(make_layout(config, vocabulary(config), *place))
+    packing_shape(layout)  # raises if the rows of a micro-batch do not divide over the devices
     learner, decoding = make_learner(layout), memory.make_decoding(layout)
     return layout, learner, decoding, memory.resident(layout, learner, decoding)
 

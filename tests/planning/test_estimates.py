@@ -74,6 +74,15 @@ def test_the_fastest_settings_that_fit_come_first():
     assert all(override.startswith("--config.") for override in again) and len(again) == 3, "--beside takes the name"
 
 
+def test_a_micro_batch_that_the_devices_do_not_divide_has_no_estimate():
+    config = resolve(qwen3_0p6b_gsm8k.get_config())
+    config.train.microbatch_size = SLICE.chips // 2
+    with pytest.raises(
+        ValueError, match=f"rows cannot be spread over {SLICE.chips} devices: set train.microbatch_size"
+    ):
+        estimates.estimate(config, SLICE)
+
+
 def test_a_search_without_the_compiler_is_not_a_search_that_found_nothing(monkeypatch):
     def absent(topology):
         raise ValueError("needs the compiler for TPUs")
