@@ -14,7 +14,7 @@ from rpg_jax.models.sizes import parameter_count
 from rpg_jax.parallel import hosts
 from rpg_jax.planning import hlo, step_time
 from rpg_jax.planning.chips import EXCHANGED_BYTES, EXPECTED, HBM_BAND, PACKING, PEAKS, PROMPT_TOKENS, SPREAD
-from rpg_jax.planning.compiling import Program, compile_program, forward_flops, lowered_programs, token_flops
+from rpg_jax.planning.compiling import SAMPLING, Program, compile_program, forward_flops, lowered_programs, token_flops
 from rpg_jax.planning.step_time import DecodeStep, Lengths, Work
 from rpg_jax.planning.topologies import Topology
 from rpg_jax.rollout import Decoding, prefill_shape
@@ -41,7 +41,7 @@ def plan(
     announces each. Returns the programs by name, and the result of `step_figures`, which is {} if `only` is given or
     the compiler refuses a program. `lengths` None: as `lengths_of` assumes. Raises ValueError as `parts_on` does, if a
     program cannot be lowered, or if `only` has a name that is not compiled, as "exchange"; and as `compile_program`."""
-    layout, learner, decoding, held = parts_on(config, topology)
+    layout, learner, decoding, held = parts_on(config, topology, only)
     programs, found = {}, {name: (low, flops) for name, low, flops in lowered_programs(layout, learner, decoding)}
     if unknown := sorted(set(only or ()) - set(found)):
         raise ValueError(f"this config has no program {', '.join(unknown)}; it has {', '.join(found)}")
@@ -57,14 +57,18 @@ def plan(
     return programs, step_figures(layout, decoding, programs, topology, lengths)
 
 
-def parts_on(config: ConfigDict, topology: Topology) -> tuple[Layout, Learner, Decoding, dict[str, float]]:
+def parts_on(
+    config: ConfigDict, topology: Topology, only: Sequence[str] | None = None
+) -> tuple[Layout, Learner, Decoding, dict[str, float]]:
     """Returns four things for a config on a slice: the layout, with the micro-batch that a run would take there; the
     learner; how the run decodes; and, by program, the bytes that other parts of the run hold on a chip meanwhile.
-    Raises ValueError without libtpu, if model, mesh and sizes of the config conflict, or as `check_one_mesh`."""
+    Raises ValueError without libtpu, if model, mesh and sizes of the config conflict, or as `check_one_mesh`. If all
+    programs in `only` sample, the sizes of training are not checked."""
     check_one_mesh(config)
     place = topology.devices(), topology.host.devices(), topology.chip.hbm
     layout = memory.with_micro_batch(make_layout(config, vocabulary(config), *place))
-    packing_shape(layout)  # raises if the rows of a micro-batch do not divide over the devices
+    if not only or not SAMPLING.issuperset(only):
+        packing_shape(layout)
     learner, decoding = make_learner(layout), memory.make_decoding(layout)
     return layout, learner, decoding, memory.resident(layout, learner, decoding)
 

@@ -178,7 +178,8 @@ def test_a_program_that_the_config_lacks_is_an_error_before_any_is_compiled(monk
     monkeypatch.setattr(run_plan, "lowered_programs", lambda *_: iter(parts))
     monkeypatch.setattr(run_plan, "compile_program", lambda name, *a, **k: program(name))
     with pytest.raises(ValueError, match="this config has no program decod, update; it has start, decode"):
-        run_plan.plan(resolve(qwen3_0p6b_gsm8k.get_config()), V5E, only=["decode", "update", "decod"])
+        four = topologies.parse("v5e:2x2")
+        run_plan.plan(resolve(qwen3_0p6b_gsm8k.get_config()), four, only=["decode", "update", "decod"])
     assert not capsys.readouterr().err
 
 
