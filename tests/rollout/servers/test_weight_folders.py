@@ -1,7 +1,6 @@
 """The folders of weights: every process writes its part, config.json comes last, and none goes that may be wanted."""
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ from safetensors.numpy import load_file
 from rpg_jax.rollout.servers.weight_folders import WeightFolders
 from rpg_jax.storage.errors import StorageFailure
 from tests.end_to_end.test_processes import reserve_port
-from tests.end_to_end.whole_runs import ROOT
+from tests.end_to_end.whole_runs import environment, kept_for
 
 from .conftest import Npy
 
@@ -202,8 +201,7 @@ hosts.barrier("end")
 def test_the_folder_of_several_processes_is_that_of_one_to_the_bit_and_a_full_disk_ends_all(tmp_path):
     for processes in (1, 2, 4):
         reserved, port = reserve_port()
-        flags = f"--xla_force_host_platform_device_count={4 // processes}"
-        env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+        env = environment(kept_for(tmp_path, "weights"), devices=4 // processes)
         with reserved:
             started = [
                 subprocess.Popen(
