@@ -71,7 +71,7 @@ class ToolUse:
         text, calls = parse(completion)
         if not calls:
             return Turn("", self._score(problem, text), True)
-        results = [{"role": "tool", "content": _result(self._tools, call)} for call in calls]
+        results = [{"role": "tool", "content": answer(self._tools, call)} for call in calls]
         return Turn(results, -self._cost * len(calls))
 
     def _score(self, problem: Posed, text: str) -> float:
@@ -80,36 +80,13 @@ class ToolUse:
         return float(function(*arguments[: check_call(function, verifier.path, verifier.arguments)]))
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A call that the policy has written: `name` of the tool and `arguments` by name. If the text is no call, `error`
-    is the reason, in words for the policy; else None."""
-
-    name: str = ""
-    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
-    error: str | None = None
-
-
-def parse(completion: str) -> tuple[str, list[Call]]:
-    """Returns (the text outside thoughts and calls, without blanks around it; the calls in order). A call is
-    <tool_call>{"name": …, "arguments": {…}}</tool_call>. A call without the closing tag reaches to the end of the
-    completion. Text up to the last </think> is a thought, and its calls do not count. A block with anything else than
-    such a JSON object is a `Call` with an `error`. The time is linear in the length."""
+def parse(completion: str) -> tuple[str, list[str]]:
+    """Returns (the text outside thoughts and calls, without blanks around it; the text of each call, in order). A call
+    is <tool_call>{"name": …, "arguments": {…}}</tool_call>. A call without the closing tag reaches to the end of the
+    completion. Text up to the last </think> is a thought, and its calls do not count. The time is linear in the length.
+    """
     text = completion.rpartition(_THOUGHTS)[2]
-    return _BLOCK.sub("", text).strip(), [_call(block) for block in _BLOCK.findall(text)]
-
-
-def _call(block: str) -> Call:
-    try:
-        found = json.loads(block, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        return Call(error=f"this is not JSON: {str(error)[:100]}")
-    if not isinstance(found, dict) or set(found) != {"name", "arguments"}:
-        return Call(error='a call is {"name": ..., "arguments": {...}}')
-    name, arguments = found["name"], found["arguments"]
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return Call(error="name is a text, and arguments is an object")
-    return Call(name, arguments)
+    return _BLOCK.sub("", text).strip(), _BLOCK.findall(text)
 
 
 def _no_number(text: str) -> NoReturn:
@@ -181,13 +158,20 @@ def make_tool(name: str, options: Mapping[str, Any]) -> Tool:
     return Tool(name.rpartition(":")[2], function, types, required)
 
 
-def _result(tools: Mapping[str, Tool], call: Call) -> str:
-    """Returns the text that the policy reads after a call. "error: " begins the text of a call that failed."""
-    if call.error is not None:
-        return f"error: {call.error}"
-    if call.name not in tools:
-        return f"error: there is no tool {call.name[:50]!r}; there are {', '.join(tools)}"
-    return tools[call.name].call(call.arguments)
+def answer(tools: Mapping[str, Tool], call: str) -> str:
+    """Returns what the policy reads after the text of a call. "error: " begins the text of a call that failed."""
+    try:
+        found = json.loads(call, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        return f"error: this is not JSON: {str(error)[:100]}"
+    if not isinstance(found, dict) or set(found) != {"name", "arguments"}:
+        return 'error: a call is {"name": ..., "arguments": {...}}'
+    name, arguments = found["name"], found["arguments"]
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return "error: name is a text, and arguments is an object"
+    if name not in tools:
+        return f"error: there is no tool {name[:50]!r}; there are {', '.join(tools)}"
+    return tools[name].call(arguments)
 
 
 def calculator(expression: str) -> str:

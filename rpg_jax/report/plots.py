@@ -138,13 +138,11 @@ def legend_below(figure: Figure) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
-def smooth(values: np.ndarray, width: int | None = None) -> np.ndarray:
-    """The centred moving average f64[n] of f64[n] over `width` values, at the ends over fewer. None: a twentieth of n,
-    as an odd number. With a width or an n below 2 it returns `values` itself."""
-    width = len(values) // 20 | 1 if width is None else width  # odd, so that the window has a centre
-    if width < 2 or len(values) < 2:
+def smooth(values: np.ndarray) -> np.ndarray:
+    """The centred moving average f64[n] of f64[n] over a twentieth of n, made odd; at the ends over fewer values."""
+    if not len(values):
         return values
-    window = np.ones(min(width, len(values)))
+    window = np.ones(len(values) // 20 | 1)  # odd, so that the window has a centre
     return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
 
 

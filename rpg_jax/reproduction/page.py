@@ -27,8 +27,7 @@ HEADS = {"last": "Last", "best": "Best", "pass": "pass@k"}
 
 def write_page(results: Results, folder: Path) -> Path:
     """Makes `folder`, writes the page of a table, NAME.md, and its figures NAME*.png into it, and returns the path of
-    the page. NAME is `results.name`. Equal results give equal pages. Raises ValueError if no run has a score.
-    """
+    the page. NAME is `results.name`. Equal results give equal pages. Raises ValueError if no run has a score."""
     name, table, rows = results.name, _in_words_of_today(results), results.rows()
     if not (scores := _scores(rows)):
         raise ValueError(f"{results.name} has no evaluated run")
@@ -69,8 +68,7 @@ def _scores(rows: Rows) -> Columns:
 
 def _in_words_of_today(results: Results) -> Table:
     """The table of the results, for a table of `TABLES` with today's texts and comparisons. The rows stay as they were
-    run. `shown` of a sweep has its best rows.
-    """
+    run. `shown` of a sweep has its best rows."""
     if results.table.swept:
         return dataclasses.replace(results.table, shown=list(sweeps.best(results).values()))
     if results.name not in TABLES:
@@ -130,8 +128,7 @@ def _learning_rates(results: Results) -> str:
 
 def _score_table(rows: Rows, scores: Columns) -> str:
     """A table in Markdown: Last, Best and pass@k of each set with intervals, and the number of seeds of each row. If
-    there are enough seeds, the best value is bold and, of four rows or more, the second best is underlined.
-    """
+    there are enough seeds, the best value is bold and, of four rows or more, the second best is underlined."""
     lines: list[list[object]] = [[row] for row in rows]
     for by_row in scores.values():
         means = {row: mean(list(own.values())) for row, own in by_row.items()}

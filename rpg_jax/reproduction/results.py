@@ -112,8 +112,7 @@ def load(path: Path) -> Results:
 def check_kept(kept: Results, name: str, table: Table, extra: Sequence[str]) -> None:
     """Raises ValueError if `kept`, earlier results, cannot stand on one page with runs of `table`, whose name is `name`
     and whose runs all have the overrides `extra`. The reasons are another name or config file, other overrides of all
-    runs, other learning rates to choose from, and a row of both tables with other settings.
-    """
+    runs, other learning rates to choose from, and a row of both tables with other settings."""
     if (kept.name, kept.table.config) != (name, table.config):
         raise ValueError(f"the kept numbers are of {kept.name} ({kept.table.config}), not of {name} ({table.config})")
     if tuple(kept.extra) != tuple(extra):
@@ -138,8 +137,7 @@ def missing(planned: Sequence[PlannedRun], kept: Results | None) -> list[Planned
 def merge(kept: Results, new: Results, order: Collection[str]) -> Results:
     """`new` with the rows, runs and hardware of `kept` too. If both have a row and seed, the run of `new` counts. The
     runs stand seed by seed. The rows stand in the order of the names in `order`, and other rows come last. Raises
-    ValueError if two runs of equal `model.*` fields began with different weights, from `model.path` or a warm start.
-    """
+    ValueError if two runs of equal `model.*` fields began with different weights, from `model.path` or a warm start."""
     _check_starts(kept, new)
     rows = {**kept.table.rows, **new.table.rows}
     names = [row for row in order if row in rows] + [row for row in rows if row not in order]

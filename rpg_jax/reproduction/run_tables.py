@@ -83,16 +83,14 @@ def make_table(name: str, table: Table, options: TableOptions) -> tuple[Path, di
 
 def page_from(data: Path, out: Path) -> Path:
     """Writes the page and figures of a table from the file `data` of its numbers into `out`/NAME, and returns the path
-    of the page. Trains nothing. Raises ValueError if there is no file `data`, or it holds no table or no score.
-    """
+    of the page. Trains nothing. Raises ValueError if there is no file `data`, or it holds no table or no score."""
     found = results.load(data)
     return page.write_page(found, out / found.name)
 
 
 def check_table(table: Table, extra: Sequence[str]) -> None:
     """Raises ValueError, which names the row, if a run of the table with the overrides `extra` would be refused: it has
-    an unknown field, a value that a field does not take, or fields that contradict each other.
-    """
+    an unknown field, a value that a field does not take, or fields that contradict each other."""
     for row, overrides in table.rows.items():
         try:
             config = config_files.load(table.config, [*overrides, *extra]).config
@@ -113,8 +111,7 @@ def _scan(
     name: str, table: Table, options: TableOptions, kept: Results | None
 ) -> tuple[Results | None, dict[str, Path]]:
     """Trains the runs that choose the learning rates. Returns (their results, with those of `kept`, or None if nothing
-    is to be chosen; the logs of the runs that failed). Raises ValueError if a reported seed is among their seeds.
-    """
+    is to be chosen; the logs of the runs that failed). Raises ValueError if a reported seed is among their seeds."""
     if not table.rates or not options.scan:
         return None, {}
     if shared := sorted({*table.scan_seeds} & {*options.seeds}):
@@ -174,8 +171,7 @@ def check_config(plan: PlannedRun, out: Path, extra: Sequence[str]) -> None:
 def locked(out: Path) -> Iterator[int]:
     """A context that holds a lock on the file `out`/lock and yields the file's descriptor. The folder `out` must exist.
     A process that inherits the descriptor holds the lock too. Raises ValueError at once if another command, or a run
-    that outlived its killed command, works in `out`.
-    """
+    that outlived its killed command, works in `out`."""
     with (out / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -190,8 +186,7 @@ def train_runs(planned: Sequence[PlannedRun], out: Path, *, jobs: int, extra: Se
     share. If this run fails, no other run starts. Ctrl-C, SIGTERM and a closed terminal stop the runs after their steps
     in progress; the same call continues the runs. The screen shows which runs train, and the steps of all runs. Raises
     ValueError if `out` has one of the runs with another config or other overrides, or if another command is at work in
-    `out`; KeyboardInterrupt or SystemExit after a signal.
-    """
+    `out`; KeyboardInterrupt or SystemExit after a signal."""
     (out / "logs").mkdir(parents=True, exist_ok=True)
     with locked(out) as lock:
         for plan in planned:

@@ -20,8 +20,7 @@ def sweep_table(config: str, methods: Sequence[str], sweeps: Sequence[str]) -> t
     """(the name, which begins with "sweep-"; the table of every combination of `methods` with the values of `sweeps`,
     each a text FIELD=VALUE,VALUE). `config` is the runs' config file; an empty `methods` leaves its method. Raises
     ValueError for a text of another form, an unknown field, a value of another type, a field or a value that is there
-    twice, and for the seed and the fields `run.*`. An unknown method is not refused here.
-    """
+    twice, and for the seed and the fields `run.*`. An unknown method is not refused here."""
     fields: dict[str, list[Any]] = {}
     for text in sweeps:
         field, separator, values = text.removeprefix("--config.").partition("=")

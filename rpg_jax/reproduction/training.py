@@ -56,8 +56,7 @@ def training_table(table: Table, rows: Rows) -> list[str]:
 def all_differences(table: Table, columns: Mapping[str, Values]) -> list[str]:
     """Paragraphs on the differences to compared rows, paired by seed. `columns` is {column: {row: {seed: points}}}. The
     paragraphs count the intervals without 0, and give the mean of rows that are one algorithm (`table.pooled`) and the
-    mean over starts (`table.starts`), both only of rows with a common seed. [] if there is nothing to say.
-    """
+    mean over starts (`table.starts`), both only of rows with a common seed. [] if there is nothing to say."""
     each = columns.values()
     differences = [d for values in each for row in values if (d := _difference(table, row, values))]
     parts = [text] if (text := tally(differences)) else []
@@ -84,8 +83,7 @@ def all_differences(table: Table, columns: Mapping[str, Values]) -> list[str]:
 
 def _reference(by_seed: Mapping[int, Run]) -> str:
     """KL(π_old‖π_ref) in millinats per token, and the name of π_ref; "–" if π_ref is the behaviour policy. The KL is
-    the sum of two metrics: the mean of log π_θ/π_ref and the mean of log π_old/π_θ.
-    """
+    the sum of two metrics: the mean of log π_θ/π_ref and the mean of log π_old/π_θ."""
     config = next(iter(by_seed.values())).config
     every = Count.parse(config["reference.every"], "reference.every")
     anchor = make_rule(config["reference.rule"], every=every, kl_threshold=config["reference.kl_threshold"]).anchor()
@@ -164,8 +162,7 @@ def equal_cost(table: Table, rows: Rows) -> list[str]:
 
 def _accuracy_within(rows: Rows, axis: str, budget: float) -> dict[str, dict[int, float]]:
     """{row: {seed: training accuracy in %}} over the last third of the steps within `budget`, a cost on the axis `axis`
-    of `Run.costs`. Runs whose first step costs more are left out.
-    """
+    of `Run.costs`. Runs whose first step costs more are left out."""
     found: dict[str, dict[int, float]] = {}
     for row, by_seed in rows.items():
         for seed, run in by_seed.items():

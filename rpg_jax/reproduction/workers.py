@@ -36,8 +36,7 @@ _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Task:
     """A call of `function`, "module:name", with `argument`, which JSON can hold. All output is added to the file `log`.
     The task fails if the function raises, or returns an int other than 0 (True is 1), the exit code. Another value that
-    the function returns, which JSON can hold, is the task's result. `name` is for callers.
-    """
+    the function returns, which JSON can hold, is the task's result. `name` is for callers."""
 
     name: str
     function: str
@@ -126,8 +125,7 @@ class Worker:
 def _workers(jobs: int, inherited: Sequence[int]) -> Iterator[tuple[list[Worker], list[int]]]:
     """Yields the workers and the signals heard so far; ends the workers when the context ends, and then raises as
     `run_tasks` does if a signal was heard. The handlers only note a signal. If a handler raised between the start of a
-    process and its entry in a worker, nothing would end that process.
-    """
+    process and its entry in a worker, nothing would end that process."""
     can_bind = hasattr(os, "sched_setaffinity")
     workers = [Worker(place if can_bind and 1 < jobs <= cores() else None, inherited) for place in range(jobs)]
     heard: list[int] = []

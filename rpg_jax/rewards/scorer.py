@@ -135,7 +135,6 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         self,
         problems: Sequence[Scorable],
         texts: Sequence[str],
-        finish_reasons: Sequence[str],
         lengths: Sequence[int],
         turns: Sequence[Turns | None] | None = None,
     ) -> Scores:
@@ -144,7 +143,6 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         Args:
           problems: N, the problem of each completion; completions of one prompt repeat it.
           texts: N decoded completions, without special tokens; of a conversation the policy's last turn.
-          finish_reasons: N, "stop", "length" or "turns"; only their number is checked.
           lengths: i32[N] tokens that the policy has sampled, stop tokens included.
           turns: N items, what an environment answered to the turns; None without an environment.
 
@@ -154,9 +152,9 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             nor -1) is among the first 1,000 scores that decide accuracy, without `right_above` and with `begins`.
           ChildProcessError: as `pool.WorkerPool.run` does.
         """
-        sizes = [len(x) for x in (problems, texts, finish_reasons, lengths, turns) if x is not None]
+        sizes = [len(x) for x in (problems, texts, lengths, turns) if x is not None]
         if len(set(sizes)) > 1:
-            raise ValueError(f"problems, texts, finish reasons, lengths and turns must be of one length, got {sizes}")
+            raise ValueError(f"problems, texts, lengths and turns must be of one length, got {sizes}")
         failures: dict[str, list[str | None]] = {}
         parts = {}
         for name in self._weights:

@@ -49,8 +49,7 @@ NONE: Changes = MappingProxyType({})
 class Sample(NamedTuple):
     """One completion of a prompt. `text` is without special tokens. `tokens` i32[n] are the sampled ids, with the stop
     token if one was drawn. `logprobs` f32[n] are the log-probabilities, in nats, with which the ids were drawn, after
-    temperature, top-k, top-p and min-p; 0 for greedy ids. `finish_reason` is "stop", for a stop token, or "length".
-    """
+    temperature, top-k, top-p and min-p; 0 for greedy ids. `finish_reason` is "stop", for a stop token, or "length"."""
 
     text: str
     tokens: np.ndarray
@@ -195,8 +194,7 @@ class Policy:
 
     def _rollout(self, rows: int, length: int) -> LockstepRollout:
         """A rollout with room for `rows` completions of `length` tokens, prompts included. Calls that need equal room
-        share one rollout. A single completion is decoded token by token, so that `chat` shows each token at once.
-        """
+        share one rollout. A single completion is decoded token by token, so that `chat` shows each token at once."""
         c, layout = self.experiment.config, self.experiment.layout
         most = capacity(c.task.max_prompt_tokens, c.rollout.max_tokens)
         decoding = dataclasses.replace(make_decoding(layout), capacity=min(power_of_two(length), most))
@@ -225,8 +223,7 @@ class Policy:
         `completions[i]` after `prompts[i]`, which passes the chat template. The logits are divided by `temperature`,
         above 0. A completion is a text, to which no stop token is added, a `Sample` or token ids. Neighbouring
         completions with equal prompts share the prompt's work. Raises ValueError if the two lists differ in length, a
-        prompt is too long, or a completion has no token, or a token that the model does not have.
-        """
+        prompt is too long, or a completion has no token, or a token that the model does not have."""
         if len(prompts) != len(completions):
             raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: give one prompt for each")
         layout, tokenizer = self.experiment.layout, self.experiment.tokenizer
@@ -258,8 +255,7 @@ class Policy:
 
     def encode(self, prompts: Sequence[str | Messages]) -> list[np.ndarray]:
         """The token ids i32[n] of each prompt, a text or messages, inside the chat template if the tokenizer has one.
-        Raises ValueError if a prompt has more tokens than `task.max_prompt_tokens`, or a message no role or text.
-        """
+        Raises ValueError if a prompt has more tokens than `task.max_prompt_tokens`, or a message no role or text."""
         tokenizer, task = self.experiment.tokenizer, self.experiment.config.task
         problems = [_asked(i, prompt) for i, prompt in enumerate(prompts)]
         tokens = [data.encode_prompt(p, tokenizer, thinking=task.thinking) for p in problems]
@@ -388,8 +384,7 @@ def of_config(
 def export_adapters(run: str, out: str, *, step: int | None = None) -> int:
     """Writes the adapters of a checkpoint to the folder `out`, as the library peft reads them, and returns the
     checkpoint's step. `run` is the run's folder or gs:// address; `step` None is the last one. Raises ValueError if
-    `out` holds files or is no local folder, or if there is no such run or checkpoint, or the run trains all weights.
-    """
+    `out` holds files or is no local folder, or if there is no such run or checkpoint, or the run trains all weights."""
     target = free_folder(out)
     with run_folder.opened(run) as folder:
         if not run_folder.read_config(folder.files).model.lora.rank:

@@ -46,8 +46,7 @@ def serve(options: argparse.Namespace, loaded: config_files.Loaded | None) -> in
     """Serves the policy of the config `loaded`, or for None of the run `options.run`. `options` are the flags of
     `rpg_jax.serve`. Blocks until a signal or the idle time ends the server, and then at most --grace seconds for
     running requests. Returns 0, or 128 plus the signal's number. Raises ValueError if a certificate, the API key's
-    file, a port, a folder, the run or the model does not fit.
-    """
+    file, a port, a folder, the run or the model does not fit."""
     files = pem_file(options.certificate, CERTIFICATE), pem_file(options.private_key, PRIVATE_KEY)
     access = Access(options.host, *files, ApiKey.find(options.api_key_file))
     access.tls()  # a broken file, a wrong folder or a taken port is said before the weights are loaded
@@ -130,8 +129,7 @@ def _give_up() -> None:
 def _make_policy_server(served: Policy, *, temperature: float, weights_from: str | None, **options: Any) -> Server:
     """Starts a server of `served`, whose config must name the driver "orchestrator". A request without a temperature
     has `temperature`. HTTP clients may load weights from folders inside `weights_from`, a local folder; None: from
-    nowhere. `options` are further arguments of `Server`.
-    """
+    nowhere. `options` are further arguments of `Server`."""
     experiment = served.experiment
     with experiment.layout.activate():
         made = make_rollout(experiment.layout, served.params)
@@ -152,8 +150,7 @@ class _Disk:
 
     def read(self, folder: str) -> models.InHostMemory:
         """Reads weights into host memory. Raises ValueError if `folder` or a file in it is not inside `home`, or if the
-        folder is not complete or has another model.
-        """
+        folder is not complete or has another model."""
         try:
             path = Path(folder).resolve()
             inside = [path, *(file.resolve() for file in path.iterdir())] if path.is_dir() else [path]

@@ -67,8 +67,7 @@ class Task:
         """The task that `task.name` names: "files", a generated task, or a class "module:Class", which is imported.
         Without `train` or `held_out`, the files of these problems are not read; other tasks make all. Raises ValueError
         for an unknown name, a missing source, a bad row without `task.bad_rows` "skip", an empty set, or if
-        `warm_start.train` has no demonstration.
-        """
+        `warm_start.train` has no demonstration."""
         name = config.task.name
         if name == "files":
             return _files(config, train, held_out)
@@ -84,8 +83,7 @@ class Task:
 
     def with_answers(self, config: ConfigDict) -> Task:
         """A copy whose `train` and `held_out` have only problems with an answer; the task itself if the config's
-        rewards need no answers. `notes` count what each split has lost. Raises ValueError if a split loses all.
-        """
+        rewards need no answers. `notes` count what each split has lost. Raises ValueError if a split loses all."""
         if not rewards.needs_answers(reward_arguments(config)[0]):
             return self
         notes = [*self.notes]
@@ -106,8 +104,7 @@ class Task:
 
     def opened(self, stage: Stage) -> Task:
         """A copy whose problems begin with the messages with which the environment of `stage` opens them. `texts` get
-        the messages too. Blocks until all are opened. Raises ValueError if the environment fails on a problem.
-        """
+        the messages too. Blocks until all are opened. Raises ValueError if the environment fails on a problem."""
         train, shown = stage.opened(self.train), self.demonstrated
         held_out = {name: stage.opened(problems) for name, problems in self.held_out.items()}
         shown = shown and stage.opened(shown)
@@ -177,8 +174,7 @@ def _own(config: ConfigDict) -> Task:
     has `problems(name, count=None)`, for "train" with `task.generated` and for each held-out set without a count;
     `texts()`, with every character of the task; and, if it wants a warm start, `examples(problems,
     turns=environment.max_turns)`: a demonstration of each problem, a text or the messages of a conversation. Raises
-    ValueError for a class without `problems` or `texts`, and for an empty held-out set.
-    """
+    ValueError for a class without `problems` or `texts`, and for an empty held-out set."""
     make = load(config.task.name, "task")
     task = make(held_out=config.task.held_out)
     if missing := [name for name in ("problems", "texts") if not callable(getattr(task, name, None))]:
@@ -255,8 +251,7 @@ def _demonstrations(
     config: ConfigDict, sets: Mapping[str, Sequence[data.Problem]], notes: list[str]
 ) -> list[data.Problem] | None:
     """The problems of `warm_start.train` that have demonstrations; None if this field is unset. Problems of the
-    held-out `sets` are left out. Raises ValueError if no problem has a demonstration.
-    """
+    held-out `sets` are left out. Raises ValueError if no problem has a demonstration."""
     sources = config.warm_start.train
     if not sources:
         return None
@@ -315,8 +310,7 @@ def write_rows(rows: Sequence[Mapping[str, Any]], run_dir: str) -> str:
 
 def listed_rows(rows: Rows, name: str) -> list[Mapping[str, Any]]:
     """The rows of a list, an iterator, a data set or a JSONL or parquet file, in a list. Raises ValueError if there are
-    no rows, if there are splits in place of rows, or if a file cannot be read. The message calls the rows `name`.
-    """
+    no rows, if there are splits in place of rows, or if a file cannot be read. The message calls the rows `name`."""
     if isinstance(rows, str | PathLike):
         if not Path(rows).exists():
             raise ValueError(
@@ -335,8 +329,7 @@ def listed_rows(rows: Rows, name: str) -> list[Mapping[str, Any]]:
 
 def split_rows(rows: Sequence[Mapping[str, Any]], most: int) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
     """(rows to train on, rows to evaluate on), both in order. A tenth is for evaluation, spread evenly, at least 1 and
-    at most `most`. Raises ValueError for fewer than two rows.
-    """
+    at most `most`. Raises ValueError for fewer than two rows."""
     if len(rows) < 2:
         raise ValueError("data has one row, and one at least is held out: give held_out=[…] too")
     count = max(1, min(len(rows) // 10, most))

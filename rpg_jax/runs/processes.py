@@ -38,8 +38,7 @@ def join(config: ConfigDict) -> None:
     """Joins the other processes of the run, if there are any, and finds the devices. Call it before anything touches a
     device. Several processes wait for each other. A second call only looks for the devices again. Raises ValueError if
     the settings contradict each other, or there is no device of the kind that `run.platform` or JAX_PLATFORMS asks for.
-    The message names the processes of this host that hold a TPU.
-    """
+    The message names the processes of this host that hold a TPU."""
     asked = config.run.platform
     if asked:  # JAX then raises where the device is missing, instead of taking the CPU
         jax.config.update("jax_platforms", "cuda" if asked == "gpu" else asked)
@@ -77,8 +76,7 @@ def fast_dtype() -> tuple[str, str]:
 def check(config: ConfigDict) -> None:
     """Checks this process against the config and against the other processes. Collective: all processes call it. Raises
     ValueError if sampling ahead in one process would share several devices with training, or if processes differ in
-    their `facts`: devices, commit, versions, config. Then the message names the hosts and the differences.
-    """
+    their `facts`: devices, commit, versions, config. Then the message names the hosts and the differences."""
     ahead, devices = config.rollout.max_staleness, jax.device_count()
     shared = not config.rollout.devices and not find_driver(config.rollout.driver).remote
     if ahead and jax.process_count() == 1 and devices > 1 and shared:
@@ -123,8 +121,7 @@ def differences(all_facts: list[dict[str, Any]]) -> str:
 
 def device_holders(proc: Path = Path("/proc")) -> dict[int, str]:
     """{process id: command line} of other processes of this host that have a TPU's device file open. Processes of other
-    users are not seen. `proc` is the folder of Linux's process files; {} without this folder.
-    """
+    users are not seen. `proc` is the folder of Linux's process files; {} without this folder."""
     holders = {}
     for folder in proc.iterdir() if proc.is_dir() else ():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
@@ -201,8 +198,7 @@ class StopRequest:
 
     def agreed(self) -> int | None:
         """The signal that any process has received, the largest of several, or None. Collective: all processes ask
-        after the same steps.
-        """
+        after the same steps."""
         return hosts.pmax(self.signal or 0) or None
 
     def saved(self) -> None:
@@ -245,8 +241,7 @@ class Watchdog:
     writes the stacks of all threads to `folder`/stall.txt, and then calls `last_words`. Every `heartbeat.beat` of this
     process counts, of any thread. If the interpreter itself is held, no Python thread runs; then C code writes the
     stacks a little later, and the exit code is 1. With several processes, the file of process N is stall-N.txt. At the
-    end an empty file is deleted.
-    """
+    end an empty file is deleted."""
 
     def __init__(self, folder: Path, seconds: float, last_words: Callable[[], None] = lambda: None):
         name = f"stall-{jax.process_index()}.txt" if jax.process_count() > 1 else "stall.txt"

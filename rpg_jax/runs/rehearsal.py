@@ -71,8 +71,7 @@ def open_rehearsal(e: Experiment) -> Rehearsal | None:
 
 def check_settings(e: Experiment, settings: Mapping[str, Any]) -> None:
     """Raises ValueError unless an evaluation sampled with the temperature, thinking and tokenizer of the run's rollout,
-    and without top-p, top-k and min-p. `settings` is its settings.json. The message names what differs.
-    """
+    and without top-p, top-k and min-p. `settings` is its settings.json. The message names what differs."""
     wanted = {"temperature": e.config.rollout.temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     wanted |= {"thinking": e.config.task.thinking, "tokenizer": e.tokenizer.digest()[:16]}
     if other := [f"{name}={settings.get(name)}, not {x}" for name, x in wanted.items() if settings.get(name) != x]:
@@ -84,8 +83,7 @@ def kept(e: Experiment, rows: Sequence[Mapping[str, Any]]) -> list[data.Example]
     evaluation's completions.jsonl, in which the completions of a problem stand together. Problems that the run
     evaluates, and problems whose prompts it would cut, are left out. Completions are left out that a limit has cut,
     that are longer than `rollout.max_tokens`, or whose text encodes to other tokens than were sampled. Raises
-    ValueError if a row that remains has no digest of its tokens.
-    """
+    ValueError if a row that remains has no digest of its tokens."""
     c, found = e.config, []
     held_out = {(problem.system, problem.prompt) for own in e.task.held_out.values() for problem in own}
     for _, group in itertools.groupby(rows, key=lambda row: (row["set"], row["prompt_id"])):
@@ -101,8 +99,7 @@ def kept(e: Experiment, rows: Sequence[Mapping[str, Any]]) -> list[data.Example]
 
 def sampled(row: Mapping[str, Any], tokenizer: data.Tokenizer) -> list[Completion]:
     """[the completion of a row, as tokens with the stop token that was sampled]; [] if the text encodes to other tokens
-    than were sampled. Raises ValueError for a row without a digest of the tokens.
-    """
+    than were sampled. Raises ValueError for a row without a digest of the tokens."""
     if "digest" not in row:
         raise ValueError("rehearsal.path: an earlier version wrote it, without digests of the tokens; evaluate again")
     ends = [np.array([*tokenizer.encode(row["completion"]), stop], np.int32) for stop in tokenizer.stop_token_ids]

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from rpg_jax import data, losses, models, rewards, rollout, storage
 from rpg_jax.rollout import weights_checksum
-from rpg_jax.runs import cli, processes
+from rpg_jax.runs import processes
 from rpg_jax.runs.checkpointing import Checkpointing
 from rpg_jax.runs.evaluation import Drift, HeldOut
 from rpg_jax.runs.experiment import (
@@ -56,19 +56,10 @@ from rpg_jax.training.reference import Reference, Taught
 from rpg_jax.training.state import TrainState
 
 
-def start(
-    config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS, on_step: OnStep | None = None
-) -> int:
-    """Joins the other processes of the run, resolves `config`, and trains as `run` does. Arguments, result and errors
-    are those of `run`, except that `config` need not be resolved.
-    """
-    processes.join(config)
-    return run(resolve(config), functions, on_step)
-
-
 def run(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS, on_step: OnStep | None = None) -> int:
-    """Trains a resolved config with a `run.name` to the last step, from the last checkpoint if the run's folder has
-    one. Returns 0, or 128 plus the number of the signal that stopped the run after it saved.
+    """Joins the other processes of the run, resolves `config`, which must name the run, and trains to the last step,
+    from the last checkpoint if the run's folder has one. Returns 0, or 128 plus the number of the signal that stopped
+    the run after it saved.
 
     Args:
       functions: a Python program's rewards, environment, loss and advantage, by their names in the config. The loss and
@@ -77,6 +68,8 @@ def run(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS,
 
     Raises ValueError if config, folder or data do not fit, and `cli.Ended` if the open run cannot go on.
     """
+    processes.join(config)
+    config = resolve(config)
     check_sampling(config)
     check_rows(config)
     with entered(config, handed=functions) as opened:
@@ -86,9 +79,7 @@ def run(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS,
                 f"the reward is shaped: a completion loses up to 1 over the last {buffer} of {limit} tokens; without "
                 "shaping: rewards.overlong_shaping=False"
             )
-        session = Session(*opened, make_trainer, journaled=True, on_step=on_step)
-        with cli.run_is_open():
-            return session.to_the_end()
+        return Session(*opened, make_trainer, journaled=True, on_step=on_step).to_the_end()
 
 
 def make_trainer(
@@ -102,8 +93,7 @@ def make_trainer(
     """Returns (the trainer of a run, its trained arrays before the first step: all weights or the adapters; zeros if a
     checkpoint has them). A new run loads or draws its weights here, and may train its warm start; inputs.json gets the
     checksum of the weights, or of the base of adapters. `closing` ends the rollout, the scorer, the collector and a
-    teacher's threads. `log` is not used. Raises ValueError if a part refuses the config.
-    """
+    teacher's threads. `log` is not used. Raises ValueError if a part refuses the config."""
     del log  # the session writes the groups of a step
     config, compilations, parent = experiment.config, CompilationCounter(), checkpointing.parent
     new, needs_weights = checkpointing.is_new, checkpointing.needs_weights
@@ -178,8 +168,7 @@ class _ReinforcementTrainer:
 
     def _costs(self) -> dict[str, float]:
         """Metrics of a step, by name: compilations, seconds to start the checkpoint before the step, the host's memory
-        and open files, groups of the journal, and what the servers that sample count.
-        """
+        and open files, groups of the journal, and what the servers that sample count."""
         programs, seconds = self.compilations.take()
         saving, journal = self.checkpointing.take_seconds(), self.checkpointing.journal
         counted = {"time/compilations": len(programs), "time/compiling": seconds, "time/checkpoint": saving}
@@ -189,8 +178,7 @@ class _ReinforcementTrainer:
 
 def _make_guard(config: ConfigDict) -> Guard:
     """The guard of the run. Its gaps are those of bfloat16 if the sampler or the trainer has bfloat16 or 8 bits. If
-    `rollout.max_sampler_gap` is set, this gap stops the run, and no gap warns.
-    """
+    `rollout.max_sampler_gap` is set, this gap stops the run, and no gap warns."""
     r = config.rollout
     usual, most = SAMPLER_GAPS["bfloat16" if r.int8 or r.int8_kv else config.model.compute_dtype]
     if r.max_sampler_gap is not None:
@@ -209,8 +197,7 @@ def _make_algorithm(
     journal: rollout.GroupJournal | None = None,
 ) -> Algorithm:
     """The parts of the training step, with the rollout `own`. `base` has the frozen weights beside adapters. `journal`
-    keeps the groups of a step as they end. Rollout files go into `folder`.
-    """
+    keeps the groups of a step as they end. Rollout files go into `folder`."""
     c, layout = experiment.config, experiment.layout
     programs = learner_programs(layout, learner, base=base)
     pack = functools.partial(
@@ -252,8 +239,7 @@ def _make_algorithm(
 def make_training_rollout(experiment: Experiment, params: Any, base: models.Base | None = None) -> rollout.Rollout:
     """The rollout of `rollout.driver`: in this process, or by servers, which need not run yet. `params` are all
     weights, or the adapters of the frozen `base`. Raises ValueError if the fields of servers do not fit, or if
-    `model.replay_experts` is True and the experts of some tokens would not be recorded.
-    """
+    `model.replay_experts` is True and the experts of some tokens would not be recorded."""
     c = experiment.config
     remote = rollout.find_driver(c.rollout.driver).remote
     unknown = {
@@ -272,8 +258,7 @@ def make_training_rollout(experiment: Experiment, params: Any, base: models.Base
 
 def check_rows(config: ConfigDict) -> None:
     """Raises ValueError if `train.packed_length` is less than `task.max_prompt_tokens` + `rollout.max_tokens`: a long
-    prompt with its completion would stop the run later. None, rows without packing, always passes.
-    """
+    prompt with its completion would stop the run later. None, rows without packing, always passes."""
     length, longest = config.train.packed_length, config.task.max_prompt_tokens + config.rollout.max_tokens
     if length is not None and length < longest:
         raise ValueError(
@@ -301,8 +286,7 @@ def _make_collector(
     experiment: Experiment, own: rollout.Rollout, scorer: rewards.Scorer, journal: rollout.GroupJournal | None
 ) -> Collector:
     """The collector of a step's groups, which samples by `own` and scores by `scorer`: between updates or ahead of
-    them, whole completions or parts. Raises ValueError if several processes would sample ahead without servers.
-    """
+    them, whole completions or parts. Raises ValueError if several processes would sample ahead without servers."""
     c, dynamic = experiment.config, experiment.config.dynamic_sampling
     stream = data.PromptStream(experiment.task.train, seed=c.seed)
     sizes = {"temperature": c.rollout.temperature, "group_size": c.rollout.group_size, "seed": c.seed}
@@ -337,8 +321,7 @@ def _make_collector(
 
 def _make_reference(experiment: Experiment, folder: storage.Folder, closing: contextlib.ExitStack) -> Reference:
     """The config's reference policy: a policy of the run, with snapshots in `folder`/reference, or a teacher. `closing`
-    ends the threads that ask a teacher's servers.
-    """
+    ends the threads that ask a teacher's servers."""
     c, layout, offload = experiment.config, experiment.layout, "reference" in offloaded(experiment.config)
     memory: Literal["disk", "device", "host"] = "host" if offload else "device" if c.reference.resident else "disk"
     how: dict[str, Any] = {"snapshots": Snapshots(folder.home / "reference"), "like": layout.abstract_trained}

@@ -87,8 +87,7 @@ def with_method(config: ConfigDict) -> ConfigDict:
 def check_training(config: ConfigDict) -> None:
     """Refuses settings that would stop or waste a training run after minutes of computation. Raises ValueError if
     `model.size` is set without `model.path`, `model.param_dtype` is not "float32", `rollout.partial_tokens` or stale
-    completions do not fit the other fields, or a tracker is unknown or its package is not installed.
-    """
+    completions do not fit the other fields, or a tracker is unknown or its package is not installed."""
     m = config.model
     if m.param_dtype != "float32":
         rate = config.optimizer.learning_rate or losses.get_method(config.method).learning_rate
@@ -115,8 +114,7 @@ def check_training(config: ConfigDict) -> None:
 def check_sampling(config: ConfigDict) -> None:
     """Raises ValueError if top-p, top-k or min-p cuts the distribution that reinforcement learning samples. The tokens
     that the cut leaves out are never sampled. So no weights of the sampled tokens give the expected gradient of the
-    policy, whose log-probs the trainer has.
-    """
+    policy, whose log-probs the trainer has."""
     for name, off in {"top_p": 1.0, "top_k": 0, "min_p": 0.0}.items():
         if config.rollout[name] != off:
             raise ValueError(
@@ -301,8 +299,7 @@ def _declare_own(config: ConfigDict) -> None:
 
 def _check_environment(config: ConfigDict) -> None:
     """Raises ValueError if the reward is an environment's without an environment, if `environment.options` is no JSON
-    object, or if a turn may be longer than all turns together. A user's own environment is not imported.
-    """
+    object, or if a turn may be longer than all turns together. A user's own environment is not imported."""
     name = config.environment.name
     if name is None:
         if rewards.ENVIRONMENT in reward_arguments(config)[0]:
@@ -318,8 +315,7 @@ def _check_environment(config: ConfigDict) -> None:
 
 def own_code(config: ConfigDict) -> dict[str, str]:
     """{"module:name": field} of the functions and classes outside this package that the fields of a config name. The
-    options of the environment "tools" name tools and a verifier. Nothing is imported.
-    """
+    options of the environment "tools" name tools and a verifier. Nothing is imported."""
     named = {"task.name": [config.task.name], "rewards.parts": [*reward_arguments(config)[0]]}
     named |= {f"loss.{name}": [config.loss[name] or ""] for name in ("name", "advantage")}
     named["environment.name"] = [config.environment.name or ""]
@@ -361,8 +357,7 @@ def _json_object(field: str, text: str, example: str) -> dict[str, Any]:
 
 def _loss_object(config: ConfigDict) -> dict[str, Any]:
     """The hyperparameters in `loss.arguments`. Raises ValueError if they are no JSON object, or if one has a config
-    field, which checks read. A loss of the user's own may have a hyperparameter by the name of a field that is None.
-    """
+    field, which checks read. A loss of the user's own may have a hyperparameter by the name of a field that is None."""
     given = _json_object("loss.arguments", config.loss.arguments or "{}", '{"tau": 0.5}')
     own = ":" in (config.loss.name or "")
     if known := [name for name in given if name in config.loss and not (own and config.loss[name] is None)]:
@@ -379,8 +374,7 @@ def loss_arguments(config: ConfigDict) -> tuple[str, dict[str, Any]]:
 
 def reward_arguments(config: ConfigDict) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
     """Arguments of `rewards.Scorer`: (the weights {part: weight}, the options {part: keywords} of parts with options).
-    The part that decides accuracy has weight 0 if `rewards.parts` does not have it. Overlong shaping is a part.
-    """
+    The part that decides accuracy has weight 0 if `rewards.parts` does not have it. Overlong shaping is a part."""
     c, limit = config.rewards, config.rollout.max_tokens
     weights = _weights(_reward_parts(config))
     if c.accuracy is not None:

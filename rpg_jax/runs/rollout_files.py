@@ -56,8 +56,7 @@ Numbers = Callable[[jax.Array, jax.Array, Batch], jax.Array]
 def token_numbers(loss: str | losses.Loss, **hyperparameters: Any) -> Numbers:
     """A jitted function (log-probs f32[B, C], entropy f32[B, C], batch) -> f32[B, C, K], the numbers of `COLUMNS`. The
     batch has log π_old, log π_ref and advantages. The `loss`, with its `hyperparameters`, decides `clip`. Equal
-    arguments give the same function, so that runs of one process compile it once.
-    """
+    arguments give the same function, so that runs of one process compile it once."""
 
     @jax.jit
     def numbers(logprobs: jax.Array, entropy: jax.Array, batch: Batch) -> jax.Array:
@@ -83,8 +82,7 @@ class RolloutFiles:
     first. `every`: a file is due at step 1 and at each multiple. A file costs a pass of log-probs over the mini-batches
     that hold its groups. It changes no number of the run. `logprobs` maps weights and rows to (log-probs f32[B, C],
     entropy f32[B, C], …). `numbers` comes from `token_numbers`. `parts` has the weight of each part of the reward, in
-    the order of `Group.parts`.
-    """
+    the order of `Group.parts`."""
 
     run_dir: Path
     tokenizer: Tokenizer
@@ -100,8 +98,7 @@ class RolloutFiles:
 
     def after_updates(self, step: int, batch: RolloutBatch[Group], state: TrainState) -> None:
         """Writes the file of `step`, also if it is not due. `state` is the state after the step's updates on `batch`.
-        Collective: all processes call it, and the first process writes.
-        """
+        Collective: all processes call it, and the first process writes."""
         shown: list[int] = []
         micro_batches: list[Batch] = []
         updates = len(batch.minibatch_sizes)
@@ -137,8 +134,7 @@ def encode(
     parts: Mapping[str, float] = MappingProxyType({}),
 ) -> bytes:
     """The bytes of the rollout file of `step`, whose updates made the weights `version`. `numbers` has an f32[n, K], by
-    `COLUMNS`, for each completion of each of `groups`. `parts` has the weight of each part of the reward.
-    """
+    `COLUMNS`, for each completion of each of `groups`. `parts` has the weight of each part of the reward."""
     completions, flat = [c for g in groups for c in g.completions], [x for group in numbers for x in group]
     found: dict[tuple[str, bool], int] = {}  # (text, whether it names a special token) -> its number
     named = [piece for c in completions for piece in _pieces(c.tokens, tokenizer)]
@@ -193,8 +189,7 @@ def _of_policy(numbers: np.ndarray, completion: Completion) -> np.ndarray:
 
 def _pieces(tokens: np.ndarray, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
     """(text, whether the text names a special token) of each token. The texts that name no special token are the
-    completion, in order. If the completion ends inside a character, U+FFFD ends the last text.
-    """
+    completion, in order. If the completion ends inside a character, U+FFFD ends the last text."""
     decoder, found = IncrementalDecoder(tokenizer), []
     for token in tokens.tolist():
         piece = decoder.push([token])

@@ -59,8 +59,7 @@ _PACKAGES = (
 def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, Any], kind: str | None = None) -> str:
     """The name of a run: config file, method, other overrides and seed, as tiny-grpo-lr3e-4-seed1. So the same command
     continues the same run. `overrides` are the changed fields, {dotted name: value}. The name leaves out `train.steps`,
-    `warm_start.dir` and the sections of `AROUND`, except `run.start_from`. `kind`, as "sft", replaces the method.
-    """
+    `warm_start.dir` and the sections of `AROUND`, except `run.start_from`. `kind`, as "sft", replaces the method."""
     named = ("method", "seed", "train.steps", "warm_start.dir")
     other = {k: v for k, v in overrides.items() if k not in named and not k.startswith(AROUND)}
     if config.run.start_from:
@@ -72,8 +71,7 @@ def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, A
 
 def named(config: ConfigDict, file: str, overrides: Mapping[str, Any], **kind: str) -> ConfigDict:
     """If `run.name` of `config` is None, sets it to what `default_name` makes of the arguments. Returns `config`
-    itself. Raises ValueError for the reasons of `check_training`, and for a name that no folder can have.
-    """
+    itself. Raises ValueError for the reasons of `check_training`, and for a name that no folder can have."""
     check_training(config)
     if config.run.name is None:
         config.run.name = default_name(file, config, overrides, **kind)
@@ -83,8 +81,7 @@ def named(config: ConfigDict, file: str, overrides: Mapping[str, Any], **kind: s
 
 def of(config: ConfigDict) -> storage.Folder:
     """The folder `run.dir/run.name`, neither opened nor made. Raises ValueError if `run.dir` is empty, or is neither a
-    local path nor in a bucket, or if `run.name`, which must be a text, is not the name of one folder.
-    """
+    local path nor in a bucket, or if `run.name`, which must be a text, is not the name of one folder."""
     run_names.check(config.run.name)
     if not config.run.dir:
         raise ValueError("run.dir is empty; the present folder is --config.run.dir=.")
@@ -136,8 +133,7 @@ def _stop_writing(reason: str) -> None:
 @contextlib.contextmanager
 def opened(address: str) -> Iterator[storage.Folder]:
     """A context with the folder of an earlier run, local, or copied here from a bucket, which gets the block's changes.
-    The folder may be missing. A ValueError of the block names the folder by its `address`.
-    """
+    The folder may be missing. A ValueError of the block names the folder by its `address`."""
     with storage.Folder(address) as folder:
         folder.fetch()
         try:
@@ -151,8 +147,7 @@ def use_compilation_cache(folder: str | None = None) -> None:
     path or gs:// address ("" keeps none), else, for None, in the user's cache folder. A process stays with the folder
     that it has when it first compiles: JAX reads the setting once. A compiled program is executed as it is: never pass
     a folder that the config.json of a run names. A local folder also keeps programs that compile in less than a second,
-    unlike JAX's default. Raises ValueError for an address of another form.
-    """
+    unlike JAX's default. Raises ValueError for an address of another form."""
     chosen: str | Path = _own_cache() if folder is None else folder
     if chosen != "" and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         address = str(storage.absolute(chosen))  # whichever folder the process moves to
@@ -175,8 +170,7 @@ def open_run(config: ConfigDict, folder: storage.Folder) -> None:
     """Makes or reopens the folder of a run and writes `config.json` and `versions.json` into it. One process calls it.
     An earlier run of the name is moved to `replaced`, beside the runs, if `run.overwrite` is set, or if the earlier run
     has another config and never took a step. Raises ValueError if a run that took a step has another config, and names
-    the fields that differ, or if a folder to move is not known to be a run. Other files in the folder stay.
-    """
+    the fields that differ, or if a folder to move is not known to be a run. Other files in the folder stay."""
     folder.fetch()
     resolved, file = as_json(config), folder.files / "config.json"
     found = file.exists() or (folder.home / "checkpoints").exists()
@@ -205,8 +199,7 @@ def open_run(config: ConfigDict, folder: storage.Folder) -> None:
 
 def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """A text of the fields by which two configs, as config.json has them, make different runs, with both values; "" if
-    they make one run. `old` may be of an earlier version.
-    """
+    they make one run. `old` may be of an earlier version."""
     old, new = renewed(flat(finite(old))), flat(new)
     gone = {row.name: row for row in config_files.all_retired() if row.value is None}
     ignored = {name for name, row in gone.items() if row.fixed is None or row.fixed == old.get(name)}
@@ -243,8 +236,7 @@ def read_config(path: Path) -> ConfigDict:
     """The resolved config of the run in the local folder `path`, not locked. Retired values have become their
     successors. A field that did not exist when the run began has its default, if the default leaves a run as it was
     without the field. `run.accept_changes` is False. Raises ValueError if there is no config, or if it lacks another
-    field of today, or has a value that is not allowed.
-    """
+    field of today, or has a value that is not allowed."""
     file = path / "config.json"
     if not file.exists():
         beside = path.parent.glob("*/versions.json") if path.parent.is_dir() else ()  # a model has none
@@ -275,8 +267,7 @@ def read_config(path: Path) -> ConfigDict:
 
 def renewed(fields: Mapping[str, Any]) -> dict[str, Any]:
     """An older run's fields, {dotted name: value}, as a run of today has them: retired values have become their
-    successors, and fields that moved into a JSON field stand there.
-    """
+    successors, and fields that moved into a JSON field stand there."""
     found = dict(fields)
     for row in config_files.all_retired():
         if row.value is not None and found.get(row.name) == row.value:
@@ -305,8 +296,7 @@ def flat_fields(config: ConfigDict) -> dict[str, Any]:
 
 def made_with() -> dict[str, Any]:
     """What versions.json says of this start, by name: program, commit, uncommitted_changes (a bool), python, packages
-    ({name: version} of JAX and a few more), platform, devices ("8 x KIND") and command. Finds the devices.
-    """
+    ({name: version} of JAX and a few more), platform, devices ("8 x KIND") and command. Finds the devices."""
     there, status = installed_packages(), _git("status", "--porcelain", "-uall").splitlines()
     return {
         "program": PROGRAM,

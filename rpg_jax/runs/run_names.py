@@ -72,8 +72,7 @@ def shown(value: object) -> str:
 
 def settings(config: str, overrides: Sequence[str]) -> dict[str, Any]:
     """Every field of a run, {dotted name: value}, after the config file, the overrides ("--config.seed=1") and the
-    method's row. Raises ValueError if there is no such file, field or method, or a value has another type.
-    """
+    method's row. Raises ValueError if there is no such file, field or method, or a value has another type."""
     loaded = config_files.load(config, overrides)
     return flat(json.loads(resolve.with_method(loaded.config).to_json_best_effort()))
 

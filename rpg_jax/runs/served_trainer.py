@@ -31,8 +31,7 @@ _FILE_BYTES = 512 * 2**20  # a process writes several files at once
 def make_served(experiment: Experiment, params: Any, base: models.Base | None = None) -> ServersRollout:
     """The rollout that takes completions from the servers of `servers.urls`, which need not run yet. It starts threads,
     which its `close` ends. `params` are all weights, or the adapters of `base`; servers then get both merged. Makes the
-    run's folder in `servers.weights`. Raises ValueError if an address, the key, the folder or a field is wrong.
-    """
+    run's folder in `servers.weights`. Raises ValueError if an address, the key, the folder or a field is wrong."""
     config, layout, tokenizer = experiment.config, experiment.layout, experiment.tokenizer
     c, m, kind = config.servers, config.model, KINDS[config.servers.kind]
     _check(config)
@@ -65,8 +64,7 @@ def make_served_teacher(experiment: Experiment) -> ServedTeacher:
     """The teacher at the addresses of `reference.path`, which computes log-probs. Waits until a server answers; `close`
     ends its threads. Raises ValueError if an address or the key does not fit, the loss needs more than the log-probs of
     sampled tokens at temperature 1, or the servers have other texts for the tokens of the first problem's prompt than
-    the policy's tokenizer; ServerError, a ValueError, if no server answers for `servers.patience_seconds`.
-    """
+    the policy's tokenizer; ServerError, a ValueError, if no server answers for `servers.patience_seconds`."""
     config, tokenizer = experiment.config, experiment.tokenizer
     c, client, url = config.servers, _client(config.servers), config.reference.path
     if config.loss.estimator == "exact" or config.rollout.temperature != 1:
@@ -128,8 +126,7 @@ def _check(config: ConfigDict) -> None:
 def _addresses(text: str, client: Client, *, shared: bool) -> list[str] | Look:
     """The servers at the addresses `text` that this process asks: all if processes can share a server (`shared`), else
     its share. Two processes that asked one other server would each make it load weights, and break off the completions
-    of the other process. Raises ValueError if there are too few servers for all processes.
-    """
+    of the other process. Raises ValueError if there are too few servers for all processes."""
     found, processes = source(text, client.check), jax.process_count()
     if shared or processes == 1:
         return found

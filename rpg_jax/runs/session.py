@@ -142,12 +142,12 @@ class Session:
         after = self.now.number
         self.log.trackers = trackers_of(config, folder.files, after=after) if hosts.is_first() else []
 
+    @cli.run_is_open()
     def to_the_end(self) -> int:
         """Takes steps until the last step, or until SIGTERM or SIGINT asks to stop (heard in the main thread only), and
         then saves. Blocks meanwhile. A second signal, a late save or a stall ends the process. Returns 0, or 128 plus
         the signal's number if steps or an evaluation are left. After the last step it writes curves and summary. Raises
-        `cli.RunLost` if the guard stops the run or a device is out of memory. Call it once.
-        """
+        `cli.RunLost` if the guard stops the run or a device is out of memory. Call it once."""
         trainer, stopped = self.trainer, None
         trainer.begin(self.now.state)
         shown = Progress(trainer.last, first=self.now.number, title=trainer.title, unit=trainer.unit)
@@ -170,8 +170,7 @@ class Session:
     def save(self, owed: Mapping[str, float] | None = None) -> None:
         """Starts a checkpoint of the present step, and returns while the storage still writes it. `owed` are metrics of
         this step that no log has yet, because the step is not evaluated; None if the log has them. The checkpoint
-        keeps them, and the process that evaluates the step, this one or a resumed one, logs them.
-        """
+        keeps them, and the process that evaluates the step, this one or a resumed one, logs them."""
         beat(f"the checkpoint of {self.trainer.unit} {self.now.number}")
         record = {
             "step": self.now.number,
@@ -313,8 +312,7 @@ def chosen_steps(text: str | None) -> range:
 def watched(step: int, traced: range, folder: Path) -> Iterator[None]:
     """A context for step number `step`. If `traced` has the number, JAX writes a trace of the block into
     `folder`/profile, for TensorBoard or Perfetto. If the devices run out of memory in the block, writes what filled
-    them to `folder`/memory.prof and raises `cli.RunLost`.
-    """
+    them to `folder`/memory.prof and raises `cli.RunLost`."""
     trace = jax.profiler.trace(str(folder / "profile")) if step in traced else contextlib.nullcontext()
     try:
         with trace, jax.profiler.StepTraceAnnotation("step", step_num=step):

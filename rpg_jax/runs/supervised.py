@@ -21,7 +21,6 @@ from rpg_jax import data, losses, storage
 from rpg_jax.environments.player import Observations
 from rpg_jax.losses import Metrics
 from rpg_jax.parallel import hosts
-from rpg_jax.runs import cli
 from rpg_jax.runs.checkpointing import Checkpointing
 from rpg_jax.runs.evaluation import set_scores, with_mean
 from rpg_jax.runs.experiment import Experiment, entered, evaluation_generator, make_rollout, make_scorer
@@ -60,9 +59,7 @@ def run(config: ConfigDict) -> int:
             "and give --config.model.path"
         )
     with entered(config, answers=False) as opened:
-        session = Session(*opened, make_trainer)
-        with cli.run_is_open():
-            return session.to_the_end()
+        return Session(*opened, make_trainer).to_the_end()
 
 
 def make_trainer(
@@ -75,8 +72,7 @@ def make_trainer(
 ) -> tuple[_SupervisedTrainer, Any]:
     """(the trainer of a run, its first weights: random, loaded, or zeros for a run that resumes). Tokenizes all
     demonstrations to count the updates, and says on stderr how many demonstrations are cut. `closing` ends the rollout
-    and the scorer of evaluations. `folder` is not used. Raises ValueError if there is no demonstration.
-    """
+    and the scorer of evaluations. `folder` is not used. Raises ValueError if there is no demonstration."""
     tell_cuts(experiment)
     guard = Guard(math.inf, remedy="lower warm_start.learning_rate")
     batches = Demonstrations(experiment, experiment.config.warm_start.epochs)
@@ -209,8 +205,7 @@ def tell_cuts(e: Experiment) -> None:
 
 def examples_of(e: Experiment, problems: Sequence[data.Problem]) -> list[data.Example]:
     """The demonstrations of problems as tokens, an example each: the last `task.max_prompt_tokens` tokens of the prompt
-    as the policy sees it, and the first `rollout.max_tokens` tokens of the completion to imitate.
-    """
+    as the policy sees it, and the first `rollout.max_tokens` tokens of the completion to imitate."""
     c, found = e.config, []
     observations = Observations(e.tokenizer, thinking=c.task.thinking)
     for problem, shown in e.task.examples(problems):
@@ -224,8 +219,7 @@ def _imitated(
 ) -> Completion:
     """Turns a demonstration into a completion, cut to `max_tokens` tokens (None: not cut). Each message of the policy
     ends with a stop token, so that the policy learns to stop. The policy reads the messages of an environment, which
-    are marked as observed, and the loss omits them.
-    """
+    are marked as observed, and the loss omits them."""
     messages = [{"role": "assistant", "content": shown}] if isinstance(shown, str) else shown
     tokens: list[int] = []
     observed: list[bool] = []
@@ -250,8 +244,7 @@ class Demonstrations:
     micro-batches of one update, with `warm_start.batch_size` rows or a few more. The attribute `epoch` is the number of
     passes that are drawn, with its fraction. With `train.packed_length` a row holds as many demonstrations as fit, of
     problems drawn together for several batches. Otherwise a row holds one demonstration. Raises ValueError if the task
-    has no demonstrations.
-    """
+    has no demonstrations."""
 
     def __init__(self, e: Experiment, epochs: int | None = None):
         c = e.config
@@ -318,8 +311,7 @@ def several(
     state: TrainState, update: Callable[[TrainState, Any], tuple[TrainState, Any]], batches: Iterator[Any], count: int
 ) -> tuple[TrainState, list[Any]]:
     """Makes `count` updates, each from the next of `batches`. Returns (the last state, the metrics of each update).
-    `update` may donate `state`. Raises StopIteration if there are too few batches.
-    """
+    `update` may donate `state`. Raises StopIteration if there are too few batches."""
     found = []
     for _ in range(count):
         state, metrics = update(state, next(batches))

@@ -82,8 +82,7 @@ class Result:
     @property
     def params(self) -> Any:
         """The weights of `policy`: a nested dict of arrays in `model.param_dtype`, layers stacked on the first axis.
-        After a run with adapters: base and adapters merged, in `model.compute_dtype`.
-        """
+        After a run with adapters: base and adapters merged, in `model.compute_dtype`."""
         return self.policy.params
 
 
@@ -146,7 +145,7 @@ def train(
     _check_kinds(config, overrides, on_step)
     given = {"held_out": held_out, "reward": reward, "environment": environment, "loss": loss, "advantage": advantage}
     chosen, functions = prepared(config, overrides, model=model, data=data, **given)
-    finished = reinforcement.start(chosen, functions, on_step) == 0
+    finished = reinforcement.run(chosen, functions, on_step) == 0
     cli.return_pages()  # a notebook may train again
     return Result(str(run_folder.of(chosen).home), finished)
 
@@ -172,8 +171,7 @@ def prepared(
     """(the config of a call of `train`, with a run's name; the objects that the call handed over, by their names in
     the config). The arguments are those of `train`; `given` has held_out, reward, environment, loss, advantage. Writes
     rows to `run.dir`/rows and declares a loss and an advantage. If `config` is None, joins the other processes, and
-    chooses and prints fields. Raises ValueError if an argument is wrong.
-    """
+    chooses and prints fields. Raises ValueError if an argument is wrong."""
     fits, held_out = config is None, given.pop("held_out")
     if model is not None:
         _refuse(overrides, "model", "model.path")
@@ -302,8 +300,7 @@ def _refuse(overrides: Mapping[str, Any], argument: str, *fields: str) -> None:
 
 class Fitted(NamedTuple):
     """`fields`: values, by dotted name, for fields that the caller has not set. `lines`: what the run has, by
-    choice or by the caller, and which field changes it.
-    """
+    choice or by the caller, and which field changes it."""
 
     fields: dict[str, Any]
     lines: list[str]
@@ -311,8 +308,7 @@ class Fitted(NamedTuple):
 
 def neutral(asked: Collection[str]) -> dict[str, Any]:
     """The fields of `NEUTRAL` that are not among the names `asked`. If "method" is among them,
-    `rewards.overlong_shaping` and `dynamic_sampling.enabled` are left out too: the method sets them.
-    """
+    `rewards.overlong_shaping` and `dynamic_sampling.enabled` are left out too: the method sets them."""
     kept = _OF_METHODS if "method" in asked else ()
     return {name: value for name, value in NEUTRAL.items() if name not in asked and name not in kept}
 
@@ -382,8 +378,7 @@ def fitted(config: ConfigDict, asked: Collection[str], rows: Sequence[str]) -> F
 
 def _rate(weights: int, *, adapters: bool) -> tuple[float, str]:
     """(a learning rate, with one digit, for a pretrained model of so many `weights`; the reason, to end a sentence).
-    At 3e-5 in place of 1e-5 SmolLM2-135M learned sums in six steps, and lost some of them again in six more.
-    """
+    At 3e-5 in place of 1e-5 SmolLM2-135M learned sums in six steps, and lost some of them again in six more."""
     rate = min(max(1e-6 * (4e9 / weights) ** (2 / 3), 1e-6), _LARGEST_RATE)
     reason = ", because 4 billion weights learn at 1e-6 (the paper), 0.135 at 1e-5; the power -2/3 of the size has both"
     if adapters:

@@ -32,11 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_options(options: argparse.Namespace) -> int:
     """Names the run, resolves its config and trains; returns the exit code. Without --config the fields fit the model,
-    the rows and the device. Without any of --config, --model, --data, --held_out and --reward the config is tiny.
-    """
+    the rows and the device. Without any of --config, --model, --data, --held_out and --reward the config is tiny."""
     given = {name: getattr(options, name) for name in ("model", "data", "held_out", "reward")}
     config = "configs/tiny.py" if {options.config, *given.values()} == {None} else options.config
     overrides = config_files.load("base" if config is None else config, options.overrides).overrides
     from rpg_jax.runs import reinforcement, train_call  # load JAX: wrong flags need not wait for it
 
-    return reinforcement.start(*train_call.prepared(config, overrides, **given))
+    return reinforcement.run(*train_call.prepared(config, overrides, **given))

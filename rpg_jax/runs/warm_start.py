@@ -42,8 +42,7 @@ def warm_started(experiment: Experiment, params: Any, rollout: Rollout, scorer: 
     """Weights after supervised training: from the shared folder `home`/`cache_key`, or trained now from `params`, which
     stay valid, and put there with the tokenizer that `run_dir` may keep. If an accuracy ends the training, `scorer` and
     `rollout`, which gets other weights, measure the accuracy. Collective. Raises ValueError if there are no
-    demonstrations, or no check finds an accuracy in the range.
-    """
+    demonstrations, or no check finds an accuracy in the range."""
     layout = dataclasses.replace(experiment.layout, config=supervised_config(experiment.config))
     own_rollout = layout.config.rollout.max_tokens != experiment.config.rollout.max_tokens
     e = dataclasses.replace(experiment, layout=layout)
@@ -75,8 +74,7 @@ def warm_started(experiment: Experiment, params: Any, rollout: Rollout, scorer: 
 def drawn_base(experiment: Experiment, scorer: Scorer, run_dir: Path, layout: Layout) -> Any:
     """All weights of `layout`, which has no adapters, to be frozen beside adapters: loaded or random, and after a warm
     start if the config has one. `layout` takes the place of `experiment.layout`. The other arguments, and the errors,
-    are those of `warm_started`.
-    """
+    are those of `warm_started`."""
     params = init_params(layout)
     if not layout.config.warm_start.enabled:
         return params
@@ -89,8 +87,7 @@ def drawn_base(experiment: Experiment, scorer: Scorer, run_dir: Path, layout: La
 
 def _train(e: Experiment, batches: Demonstrations, params: Any, rollout: Rollout, scorer: Scorer) -> Any:
     """The weights after supervised training from `params`: after `warm_start.epochs` passes, or, if this field is None,
-    at an accuracy of at least `CHECKED` completions on the first held-out set.
-    """
+    at an accuracy of at least `CHECKED` completions on the first held-out set."""
     tell_cuts(e)
     c = e.config.warm_start
     total = None if c.epochs is None else Demonstrations(e, c.epochs).count()
@@ -148,8 +145,7 @@ def train_to_accuracy(
     updates, with the updates that were taken back, and the accuracy. Checks are `check_every` updates apart at first. A
     check above the range takes back the updates since the check before, and half as many follow from then on. So the
     range is hit however steep the curve is. Raises ValueError if the range is empty, not reached in `max_updates`, or
-    inside the step of a single update.
-    """
+    inside the step of a single update."""
     if not min_accuracy < max_accuracy:
         raise ValueError(
             f"a warm start needs 0 <= min_accuracy < max_accuracy <= 1, got {min_accuracy} and {max_accuracy}"
@@ -180,8 +176,7 @@ def train_to_accuracy(
 
 def home(config: ConfigDict) -> epath.Path:
     """The folder of shared warm starts: `warm_start.dir`. If only the runs are in a bucket, a folder beside the runs.
-    Raises ValueError if `warm_start.dir` or `run.dir` is neither a local path nor gs://BUCKET/FOLDER.
-    """
+    Raises ValueError if `warm_start.dir` or `run.dir` is neither a local path nor gs://BUCKET/FOLDER."""
     chosen, runs = storage.absolute(config.warm_start.dir), storage.absolute(config.run.dir)
     return runs / "warm_starts" if storage.in_bucket(runs) and not storage.in_bucket(chosen) else chosen
 

@@ -197,7 +197,6 @@ class GroupGenerator:
         scores = self._scorer(
             [p for p, group in zip(problems, completions, strict=True) for _ in group],
             [last_turn(c, self._decode) if c.turns else text for c, text in zip(flat, texts, strict=True)],
-            [c.finish_reason for c in flat],
             [int(c.sampled.sum()) for c in flat],
             [c.turns for c in flat],
         )

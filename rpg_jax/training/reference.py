@@ -27,14 +27,12 @@ class Rule:
     Attributes:
       every: K >= 1, in steps or in updates.
       kl_threshold: κ > 0, nats per token.
-      kl_decay: d in [0, 1) of the moving average a ← d·a + (1 − d)·KL of each update's token KL.
 
     Raises ValueError if a number is out of its range.
     """
 
     every: Count
     kl_threshold: float
-    kl_decay: float = 0.9
 
     meaning: ClassVar[str] = "the policy that the run started from"
     word: ClassVar[str] = "initial"  # what `anchor` says; {0} is the rule
@@ -42,11 +40,9 @@ class Rule:
     watches_kl: ClassVar[bool] = False
 
     def __post_init__(self):
-        if self.every.number < 1 or self.kl_threshold <= 0 or not 0 <= self.kl_decay < 1:
-            raise ValueError(
-                "a reference needs every >= 1, kl_threshold > 0 and 0 <= kl_decay < 1, got "
-                f"every={self.every}, kl_threshold={self.kl_threshold}, kl_decay={self.kl_decay}"
-            )
+        if self.every.number < 1 or self.kl_threshold <= 0:
+            given = f"every={self.every}, kl_threshold={self.kl_threshold}"
+            raise ValueError(f"a reference needs every >= 1 and kl_threshold > 0, got {given}")
 
     def anchor(self) -> str | None:
         """Returns a word for tables: the policy to which the KL is measured; None is the behaviour policy."""
@@ -189,9 +185,9 @@ class Reference:
                 self._write(params)
 
     def after_step(self, token_kls: Sequence[float]) -> None:
-        """If the rule reads the average, adds each update's mean token KL (nats) to it, and moves the reference to the
-        present policy if any of these updates makes the move due."""
-        decay, moves = self._rule.kl_decay, False
+        """If the rule reads the average, adds each update's mean token KL (nats) to it, a ← 0.9·a + 0.1·KL, and moves
+        the reference to the present policy if any of these updates makes the move due."""
+        decay, moves = 0.9, False
         for kl in token_kls if self._rule.watches_kl else ():
             self.kl_average = decay * self.kl_average + (1 - decay) * float(kl)
             self._kl_count += 1

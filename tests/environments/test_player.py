@@ -233,7 +233,7 @@ def test_groups_have_the_rewards_of_their_turns_and_texts_with_marks(stage, toke
         sizes = {"group_size": 2, "sampling": Sampling(), "seed": 0}
         made = GroupGenerator(
             rollout, lambda p: say(tokenizer, p.prompt), tokenizer.decode,
-            lambda *told, **turns: lengths.extend(told[3]) or scorer(*told, **turns), **sizes,
+            lambda *told, **turns: lengths.extend(told[2]) or scorer(*told, **turns), **sizes,
             play=lambda asked: played.append(asked) or play(asked),
         )  # fmt: skip
         groups = made(problems, step=0)

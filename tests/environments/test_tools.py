@@ -7,7 +7,7 @@ from rpg_jax.data.chat import ChatTemplate
 from rpg_jax.data.prompts import rendered
 from rpg_jax.environments import Posed
 from rpg_jax.environments.player import Observations
-from rpg_jax.environments.tools import Call, ToolUse, make_tool, parse
+from rpg_jax.environments.tools import ToolUse, answer, make_tool, parse
 
 POSED = Posed("What is 17*(2+3)?", "85", "What is 17*(2+3)?")
 TEMPLATE = """
@@ -80,26 +80,27 @@ def test_the_turn_without_a_call_is_the_answer_and_calls_cost():
 
 
 @pytest.mark.parametrize(
-    ("completion", "text", "calls"),
+    ("completion", "text", "answers"),
     [
         ("85", "85", []),
-        (call("1+1"), "", [Call("calculator", {"expression": "1+1"})]),
-        (f"a{call('1')}b{call('2')}", "ab", [Call("calculator", {"expression": x}) for x in "12"]),
+        (call("1+1"), "", ["2"]),
+        (f"a{call('1')}b{call('2')}", "ab", ["1", "2"]),
         (f"<think>{call('1')}</think>\n\n85", "85", []),
-        ('<tool_call>{"name": "f", "arguments": {}}', "", [Call("f", {})]),
-        ('<tool_call>{"name": "f", "arguments": {}, "x": 1}</tool_call>', "", ['a call is {"name": ..., ']),
-        ('<tool_call>{"name": "f", "arguments": []}</tool_call>', "", ["arguments is an object"]),
-        ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "", ["NaN is no number"]),
-        ('<tool_call>{"name": "f"} {}</tool_call>', "", ["this is not JSON"]),
-        (f"<tool_call>{'[' * 100_000}</tool_call>", "", ["this is not JSON"]),
-        ("<tool_call></tool_call>", "", ["this is not JSON"]),
+        ('<tool_call>{"name": "calculator", "arguments": {"expression": "3"}}', "", ["3"]),
+        ('<tool_call>{"name": "f", "arguments": {}, "x": 1}</tool_call>', "", ['error: a call is {"name": ..., ']),
+        ('<tool_call>{"name": "f", "arguments": []}</tool_call>', "", ["error: name is a text, and arguments is an o"]),
+        ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "", ["error: this is not JSON: NaN is no"]),
+        ('<tool_call>{"name": "f"} {}</tool_call>', "", ["error: this is not JSON"]),
+        (f"<tool_call>{'[' * 100_000}</tool_call>", "", ["error: this is not JSON"]),
+        ("<tool_call></tool_call>", "", ["error: this is not JSON"]),
     ],
 )
-def test_calls_are_read_exactly(completion, text, calls):
-    outside, read = parse(completion)
-    assert outside == text and len(read) == len(calls)
-    for found, expected in zip(read, calls, strict=True):
-        assert found == expected if isinstance(expected, Call) else expected in found.error
+def test_calls_are_read_and_answered_exactly(completion, text, answers):
+    outside, calls = parse(completion)
+    assert outside == text and len(calls) == len(answers)
+    for one, expected in zip(calls, answers, strict=True):
+        found = answer({"calculator": make_tool("calculator", {})}, one)
+        assert found.startswith(expected) if expected.startswith("error") else found == expected
 
 
 def test_a_wrong_call_is_a_result_that_says_how():

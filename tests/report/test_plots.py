@@ -77,10 +77,9 @@ def test_a_run_without_steps_says_so(tmp_path):
 
 
 def test_smoothing_keeps_length_level_and_ends():
-    np.testing.assert_allclose(smooth(np.full(50, 3.0), 7), 3.0)
-    np.testing.assert_allclose(smooth(np.array([0.0, 3.0, 6.0]), 3), [1.5, 3.0, 4.5])
-    assert smooth(np.array([1.0]), 9).tolist() == [1.0]
-    assert smooth(np.arange(4.0), 9).shape == (4,)
+    np.testing.assert_allclose(smooth(np.full(150, 3.0)), 3.0)
+    np.testing.assert_allclose(smooth(np.arange(60.0)), [0.5, *range(1, 59), 58.5])  # of three values
+    assert smooth(np.arange(4.0)).tolist() == [0, 1, 2, 3] and smooth(np.array([])).shape == (0,)
 
 
 def drifted(last, kl=True):

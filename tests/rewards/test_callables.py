@@ -23,7 +23,7 @@ def scored(reward, texts, **options):
     weights, functions = rewards.named(reward)
     with rewards.Scorer(weights, functions=functions, **options) as scorer:
         problems = [SimpleNamespace(prompt="2+2=", answer="4", source="s")] * len(texts)
-        return scorer(problems, texts, ["stop"] * len(texts), [1] * len(texts))
+        return scorer(problems, texts, [1] * len(texts))
 
 
 def test_a_function_is_called_here_and_its_failures_are_counted():
@@ -67,7 +67,7 @@ def test_a_rare_grade_is_noted_once_after_a_thousand_verdicts_and_in_a_run_that_
 
     def score(scorer, texts):
         problems = [SimpleNamespace(prompt="", answer="4", source="s")] * len(texts)
-        return scorer(problems, texts, ["stop"] * len(texts), [1] * len(texts)).accuracy.tolist()
+        return scorer(problems, texts, [1] * len(texts)).accuracy.tolist()
 
     for begins, before in ((True, 1000), (False, 1)):
         with rewards.Scorer(weights, functions=functions, begins=begins) as scorer:

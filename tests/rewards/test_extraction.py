@@ -186,7 +186,7 @@ def test_maj_at_k_under_math_verify_is_that_of_the_answers_and_does_not_know_the
     odd = ["no answer", "it is 9,\nthat is 9 apples", "\\boxed{5\\%}", "\\boxed{5}", "\\boxed{0.05}"]
     with rewards.Scorer("by_source", workers=2) as scorer:
         flat = [(problem, text) for problem, own in zip(problems, texts, strict=True) for text in own]
-        scores = scorer(*zip(*flat, strict=True), ["stop"] * 10, [1] * 10)
+        scores = scorer(*zip(*flat, strict=True), [1] * 10)
         answers = scorer.answers(problems, texts)
         other = [SimpleNamespace(prompt="", answer="another", source="math500") for _ in problems]
         assert scorer.answers(other, texts) == answers

@@ -177,7 +177,7 @@ def test_a_deadline_holds_for_a_server_that_is_slow(served):
 def score(scorer, texts, answer="1"):
     problems = [SimpleNamespace(prompt=f"p{i}", answer=answer, source="s") for i in range(len(texts))]
     with scorer:
-        return scorer(problems, texts, ["stop"] * len(texts), [1] * len(texts))
+        return scorer(problems, texts, [1] * len(texts))
 
 
 def test_a_judge_rewards_while_another_part_decides_accuracy(served):

@@ -28,6 +28,6 @@ def test_math_verify_judges_in_the_pool_and_survives_hostile_completions():
     with rewards.Scorer("math_verify", workers=2, deadline_s=8.0) as scorer:
         cases = [*CASES, *((text, "7", 0) for text in HOSTILE), ("\\boxed{7}", "7", 1)]
         problems = [SimpleNamespace(prompt="", answer=answer, source="math500") for _, answer, _ in cases]
-        scores = scorer(problems, [text for text, *_ in cases], ["stop"] * len(cases), [1] * len(cases))
+        scores = scorer(problems, [text for text, *_ in cases], [1] * len(cases))
     assert scores.accuracy.tolist() == [correct for *_, correct in cases]
     assert scores.errors.get("timeout", 0) >= 1

@@ -16,7 +16,7 @@ def problem(answer, source="arithmetic"):
 
 def score(scorer, pairs, lengths=None):
     answers, texts = zip(*pairs, strict=True)
-    return scorer([problem(a) for a in answers], texts, ["stop"] * len(texts), lengths or [1] * len(texts))
+    return scorer([problem(a) for a in answers], texts, lengths or [1] * len(texts))
 
 
 def test_exact_match_ignores_the_working_and_white_space():
@@ -60,13 +60,13 @@ def test_an_option_out_of_its_range_is_refused_before_anything_is_scored():
 
 
 def test_lists_of_different_lengths_are_refused():
-    with pytest.raises(ValueError, match="\\[1, 2, 1, 1\\]"):
-        rewards.Scorer("exact")([problem("1")], ["1", "1"], ["stop"], [1])
+    with pytest.raises(ValueError, match="\\[1, 2, 1\\]"):
+        rewards.Scorer("exact")([problem("1")], ["1", "1"], [1])
 
 
 def test_an_environments_reward_is_the_sum_of_its_turns_and_failing_never_pays():
     paid = [SimpleNamespace(rewards=np.array(r, np.float32), error=e) for r, e in TURNS]
-    arguments = [problem("1")] * 4, ["1", "2", "1", "1"], ["stop"] * 4, [1] * 4
+    arguments = [problem("1")] * 4, ["1", "2", "1", "1"], [1] * 4
     with rewards.Scorer({"environment": 2.0, "exact": 0.5}, right_above=0.0) as scorer:
         scores = scorer(*arguments, paid)
         assert scores.rewards.tolist() == [2.5, -1.0, 0.5, -0.5]
@@ -88,15 +88,15 @@ def test_rewards_never_import_jax():
 
 def test_by_source_asks_each_problem_for_its_verifier():
     problems = [problem("46"), problem("7", "aime2025"), problem("7", "amc_23"), problem("18", "gsm8k")]
-    scores = rewards.Scorer("by_source")(problems, ["46", "Answer: 7", "7", "#### 18"], ["stop"] * 4, [1] * 4)
+    scores = rewards.Scorer("by_source")(problems, ["46", "Answer: 7", "7", "#### 18"], [1] * 4)
     assert scores.rewards.tolist() == [1, 1, -1, 1]
     assert scores.accuracy.tolist() == [1, 1, 0, 1]
     with pytest.raises(ValueError, match="'poetry'"):
-        rewards.Scorer("by_source")([problem("1", "poetry")], ["1"], ["stop"], [1])
+        rewards.Scorer("by_source")([problem("1", "poetry")], ["1"], [1])
 
 
 def test_a_reference_that_the_verifier_cannot_read_is_wrong_and_counted():
-    scores = rewards.Scorer("gsm8k")([problem("many"), problem("3")], ["#### 3"] * 2, ["stop"] * 2, [1] * 2)
+    scores = rewards.Scorer("gsm8k")([problem("many"), problem("3")], ["#### 3"] * 2, [1] * 2)
     assert scores.rewards.tolist() == [0, 1] and scores.errors == {"error": 1}
 
 
@@ -106,7 +106,7 @@ def test_a_users_own_function_is_called_by_its_import_path(tmp_path, monkeypatch
     monkeypatch.syspath_prepend(str(tmp_path))
     options = {"my_rewards:score": {"bonus": 0.5}}
     with rewards.Scorer({"my_rewards:score": 2.0}, options=options, workers=1, right_above=0.5) as scorer:
-        scores = scorer([SimpleNamespace(prompt="a", answer="b", source="s")], ["ab"], ["stop"], [2])
+        scores = scorer([SimpleNamespace(prompt="a", answer="b", source="s")], ["ab"], [2])
     assert scores.rewards.tolist() == [3.0] and scores.accuracy.tolist() == [1.0]
     with pytest.raises(ValueError, match="no function or class 'scored'"):
         rewards.Scorer("my_rewards:scored", workers=1)

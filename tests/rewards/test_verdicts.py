@@ -44,7 +44,7 @@ def test_what_is_no_score_is_an_error_of_its_own_kind(name, monkeypatch):
     assert _judge(lambda: BAD[name], {"arguments": (), "options": {}, "returns": "score"})["error"] == "value"
     monkeypatch.setattr(scorer.Verifier, "load", lambda self: lambda text, answer: BAD[name] if text == "bad" else 1.0)
     with Scorer("exact") as scored:
-        scores = scored([problem("1")] * 3, ["bad", "good", "good"], ["stop"] * 3, [1] * 3)
+        scores = scored([problem("1")] * 3, ["bad", "good", "good"], [1] * 3)
     assert scores.errors == {"value": 1} and [*scores.failures] == ["value", None, None]
     assert scores.rewards.tolist() == [0, 1, 1] and scores.accuracy.tolist() == [0, 1, 1]
 

@@ -17,7 +17,7 @@ def test_every_part_of_the_reward_gets_what_it_needs_from_the_config():
     config.rewards.overlong_shaping, config.rewards.overlong_buffer = True, 2
     config.rollout.max_tokens = 10
     with make_scorer(config) as scorer:
-        scores = scorer([SimpleNamespace(answer="7", source=None)] * 2, ["7", "8"], ["stop", "length"], [2, 10])
+        scores = scorer([SimpleNamespace(answer="7", source=None)] * 2, ["7", "8"], [2, 10])
     assert scores.parts["length"] == pytest.approx([-0.2, -1.0])
     assert scores.parts["overlong"] == pytest.approx([0.0, -1.0])
     assert scores.accuracy == pytest.approx([1.0, 0.0])

@@ -57,12 +57,12 @@ PROBLEMS = [Problem(7, "a", "", "t"), Problem(9, "bc", "", "t")]
 def test_the_stop_token_is_not_scored_but_counts_as_length():
     asked = []
 
-    def scorer(problems, texts, reasons, lengths, turns):
-        asked.extend(zip([p.prompt_id for p in problems], texts, reasons, lengths, strict=True))
+    def scorer(problems, texts, lengths, turns):
+        asked.extend(zip([p.prompt_id for p in problems], texts, lengths, strict=True))
         return scores(texts)
 
     generator(FakeRollout(), scorer)(PROBLEMS, step=0)
-    expected = [(7, "a0", "stop", 3), (7, "a1", "length", 2), (9, "bc0", "stop", 4), (9, "bc1", "length", 3)]
+    expected = [(7, "a0", 3), (7, "a1", 2), (9, "bc0", 4), (9, "bc1", 3)]
     assert sorted(asked) == expected
 
 
@@ -91,7 +91,7 @@ def test_a_complete_group_is_scored_while_others_are_still_sampled():
 
             return super().generate(replace(request, on_group=then_wait))
 
-    def scorer(problems, texts, reasons, lengths, turns):
+    def scorer(problems, texts, lengths, turns):
         scored.set()
         return scores(texts)
 
@@ -110,7 +110,7 @@ def test_every_group_that_is_complete_and_every_verdict_is_a_heartbeat(monkeypat
 
             return super().generate(replace(request, on_group=watched))
 
-    def scorer(problems, texts, reasons, lengths, turns):
+    def scorer(problems, texts, lengths, turns):
         return scores(texts)
 
     monkeypatch.setattr("rpg_jax.training.generate.beat", lambda: beats.append(threading.current_thread().name))
@@ -121,7 +121,7 @@ def test_every_group_that_is_complete_and_every_verdict_is_a_heartbeat(monkeypat
 def test_what_scoring_raises_is_raised_by_the_call_and_the_next_one_is_right():
     faults = [ValueError("no verifier for this source")]
 
-    def scorer(problems, texts, reasons, lengths, turns):
+    def scorer(problems, texts, lengths, turns):
         if faults:
             raise faults.pop()
         return scores(texts)

@@ -21,7 +21,7 @@ def weights(value):
 
 def make(tmp_path, rule, **changes):
     memory, teacher = changes.pop("memory", "disk"), changes.pop("teacher", None)
-    rule = make_rule(rule, **(dict(every=Count(4, "updates"), kl_threshold=0.1, kl_decay=0.5) | changes))
+    rule = make_rule(rule, **(dict(every=Count(4, "updates"), kl_threshold=0.1) | changes))
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SHARDING), weights(0))
     return Reference(rule, snapshots=Snapshots(tmp_path / "reference"), like=like, memory=memory, teacher=teacher)
 
@@ -98,8 +98,8 @@ def test_every_rule_has_the_weights_after_the_last_kth_update_and_writes_those_i
 
 
 def test_kl_rule_moves_when_the_bias_corrected_average_passes_the_threshold(tmp_path):
-    reference = make(tmp_path, "kl", kl_threshold=0.1, kl_decay=0.5)
-    # corrected averages: 0.08; (0.25*.08+.5*.11)/.75 = 0.1
+    reference = make(tmp_path, "kl", kl_threshold=0.1)
+    # corrected averages: 0.08; (0.09 * 0.08 + 0.1 * 0.125) / 0.19 = 0.104
     steps(reference, 2, 1, kls=[0.08])
     assert reference.number == 0
     steps(reference, 2, 1, kls=[0.125])
@@ -133,7 +133,7 @@ def test_prune_keeps_what_a_checkpoint_needs(tmp_path):
     assert written(tmp_path) == [3, 9]
 
 
-@pytest.mark.parametrize("change", [{"rule": "sometimes"}, {"every": NEVER}, {"kl_threshold": 0.0}, {"kl_decay": 1.0}])
+@pytest.mark.parametrize("change", [{"rule": "sometimes"}, {"every": NEVER}, {"kl_threshold": 0.0}])
 def test_bad_settings_are_named(tmp_path, change):
     rule = change.pop("rule", "every")
     with pytest.raises(ValueError, match="sometimes" if rule == "sometimes" else next(iter(change))):
@@ -181,7 +181,7 @@ def test_a_rule_says_whether_the_reference_ever_costs_a_pass(tmp_path, rule, upd
     for step in range(1, 7):
         passes += not reference.coincides()
         steps(reference, updates_per_step, 1, kls=[0.0], first=step)
-    assert make_rule(rule, every=every, kl_threshold=0.1, kl_decay=0.5).differs(updates_per_step) == (passes > 0)
+    assert make_rule(rule, every=every, kl_threshold=0.1).differs(updates_per_step) == (passes > 0)
 
 
 def test_a_reference_is_taken_over_with_its_weights_or_begins_at_the_present_policy(tmp_path):
@@ -202,7 +202,7 @@ def test_a_reference_is_taken_over_with_its_weights_or_begins_at_the_present_pol
 
 
 def test_a_rule_names_its_anchor():
-    numbers = dict(kl_threshold=0.1, kl_decay=0.5)
+    numbers = dict(kl_threshold=0.1)
     anchors = {name: make_rule(name, every=Count(4, "updates"), **numbers).anchor() for name in RULES}
     assert anchors == {
         "behaviour": None,
