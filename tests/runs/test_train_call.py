@@ -115,7 +115,7 @@ def test_the_command_takes_a_file_of_rows_and_a_function_in_a_file(tmp_path, mon
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
     (tmp_path / "mine_of_calls.py").write_text("def f(completion, answer):\n    return 1.0\n", encoding="utf-8")
     seen = []
-    monkeypatch.setattr(reinforcement, "start", lambda config, functions: seen.append((config, functions)) or 0)
+    monkeypatch.setattr(reinforcement, "run", lambda config, functions: seen.append((config, functions)) or 0)
     arguments = ["--data=rows.jsonl", "--reward=mine_of_calls.py:f", "--config.train.steps=3"]
     assert train_command.main([f"--model={MODEL}", *arguments]) == 0
     [(config, functions)] = seen
