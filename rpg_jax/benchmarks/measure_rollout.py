@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace, peers: Mapping[str, Peer] = MappingProxyT
     """Yields one measurement, a dict: for each driver its medians of seconds and tokens/s over --repeats, its means of
     decode seconds and of other seconds, and its slot occupancy. The fields of the first driver have no prefix. Those of
     lockstep beside JetStream begin with "lockstep_". `peers`, by name, make as many completions in turn, and are
-    closed in the end. `peak_bytes` is this process's. If a peer made another number of tokens, raises ValueError."""
+    closed before the result. `peak_bytes` is this process's. If a peer made another number, raises ValueError."""
     work = PRESETS[arguments.preset]
     if jax.default_backend() == "cpu":
         cli.keep_buffers()  # as a run does

@@ -103,7 +103,7 @@ def decode_groups(text: str) -> list[Group]:
 
 def groups_to_bytes(groups: Sequence[Group]) -> bytes:
     """Returns the groups as bytes, which `groups_from_bytes` reads; b"" for no groups. `behaviour_logprobs`, `parts`,
-    `unshaped`, and the completions' `experts` must each be None in all groups or in none."""
+    `unshaped`, and the completions' `experts` must each be None in all groups or in none, which is not checked."""
     if not groups:
         return b""
     completions = [c for g in groups for c in g.completions]

@@ -146,7 +146,7 @@ def whitened_returns(rewards: jax.Array, lengths: jax.Array) -> jax.Array:
 @ADVANTAGES.declare(r"\mathrm{whiten}_\mathrm{tokens}(R_i - \mathrm{mean}_\mathrm{group}(R))", over="batch")
 def whitened_group_mean(rewards: jax.Array, lengths: jax.Array, counted: jax.Array | None = None) -> jax.Array:
     """`group_mean`, whitened over tokens; f[P, G] (the baseline variant of REINFORCE++, arXiv:2501.03262). `lengths`
-    i32[P, G] is the number of trained tokens, 0 where a completion is not `counted` bool[P, G] (None: all)."""
+    i32[P, G] is the number of trained tokens, 0 where `counted` bool[P, G] (None: all) is False; no meaning there."""
     return whiten(group_mean(rewards, counted), lengths)
 
 

@@ -64,9 +64,9 @@ def attends(queries: jax.Array, keys: jax.Array) -> jax.Array:
 
 
 def chosen(dtype: jnp.dtype, length: int, head: int) -> str:
-    """Returns what "auto" means for rows of `length` tokens and heads of `head` numbers in `dtype`: "splash" on a TPU,
-    "cudnn" on a GPU if cuDNN has the kernel, else "xla". The kernel takes bf16 and f16, a `head` that is a multiple of
-    8 up to 128, and an even `length`, for the gradient with a mask. It needs compute capability 8.0; a T4 has 7.5."""
+    """Returns what "auto" means for rows of `length` tokens and heads of `head` numbers in `dtype`: on the platform of
+    `logical.platform` "splash" for a TPU, "cudnn" for a GPU if cuDNN has the kernel, else "xla". The kernel takes bf16
+    and f16, a `head` that is a multiple of 8 up to 128, and an even `length`, and needs compute capability 8.0."""
     has_kernel = dtype in (jnp.bfloat16, jnp.float16) and length % 2 == 0 and head % 8 == 0 and head <= 128
     if platform() == "gpu" and has_kernel:
         major = jax.local_devices(backend="gpu")[0].compute_capability.partition(".")[0]

@@ -62,7 +62,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) · up(x))."""
+    """SwiGLU: down(silu(gate(x)) · up(x)). A call returns a pair, as that of `MoE`, with None for the experts."""
 
     def __init__(self, config: DecoderConfig, declare: Declare):
         D, F = config.embed_dim, config.hidden_dim

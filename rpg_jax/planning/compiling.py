@@ -34,8 +34,8 @@ class Program:
 
     Attributes:
       name: log-probs, baseline, update, start, add, apply, prefill, decode or exchange.
-      arguments, temporaries, outputs, alias: HBM, from the compiler's memory analysis. `alias` are arguments that
-        outputs overwrite. On a TPU the temporaries count fragmentation twice, and can exceed the real peak.
+      arguments, temporaries, outputs, alias: HBM, by the compiler; `alias`: arguments that outputs overwrite.
+        On a TPU, temporaries count fragmentation twice. By arithmetic all are 0, but for the `temporaries` of exchange.
       resident: HBM that holds arrays of other programs while this program runs.
       costs: operations, and traffic of HBM and network.
       model_flops: one chip's share of the operations of the mathematics, however the compiler arranges them.

@@ -66,8 +66,8 @@ class _Plain(io.TextIOWrapper):
 
 def guard() -> None:
     """Replaces `sys.stdout` and `sys.stderr`, so that what this process prints is `plain` text without colours. A
-    character that the locale's encoding lacks is escaped too. A second call changes nothing; nor does a call in a
-    notebook. Programs that show tables and bars take `console`."""
+    character that the locale's encoding lacks is escaped too. On stderr "\\r" stays at the beginning of a write, for
+    bars. A second call, or a call in a notebook, changes nothing. Programs that show tables take `console`."""
     for name in ("stdout", "stderr"):
         if type(stream := getattr(sys, name)) is io.TextIOWrapper:  # not in a notebook, nor under pytest
             stream.reconfigure(errors="backslashreplace")

@@ -141,8 +141,8 @@ def reference_rule(config: ConfigDict) -> Rule:
 
 
 def reference_differs(config: ConfigDict) -> bool:
-    """Whether a step needs a pass for the reference's log-probs: the reference may differ from the policy that samples,
-    and servers do not have it."""
+    """Whether a step needs a pass for the reference's log-probs: the reference may differ from the policy at the start
+    of the step, and servers do not have it."""
     if config.reference.path and not teacher_folder(config):
         return False
     return reference_rule(config).differs(config.train.updates_per_step * config.train.epochs)

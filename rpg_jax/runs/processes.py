@@ -91,7 +91,7 @@ def check(config: ConfigDict) -> None:
 
 
 def facts(config: ConfigDict) -> dict[str, Any]:
-    """Facts that must be the same in all processes of a run, by name. Only "host" may differ: it names the process."""
+    """Facts that must be the same in all processes of a run, by name; "host" alone may differ. Call `join` before."""
     made_with = run_folder.made_with()
     fields = run_folder.flat_fields(config)
     return {

@@ -290,7 +290,7 @@ class Demonstrations:
         return problems
 
     def count(self) -> int:
-        """The number of updates from here to the end of the last pass. Uses the batches up. Needs `epochs`."""
+        """The number of updates of all passes. Call it on a new object: it uses the batches up. Needs `epochs`."""
         each = self._shape.rows * self._together
         batches = (examples_of(self._e, problems) for problems in iter(self._next_problems, []))
         return sum(-(-data.rows_needed(examples, self._shape) // each) for examples in batches)

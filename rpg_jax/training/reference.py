@@ -58,7 +58,7 @@ class Rule:
         return False
 
     def differs(self, updates_per_step: int) -> bool:
-        """Whether the reference may differ from the policy that samples a step. Then its log-probs cost a pass."""
+        """Whether the reference may differ from the policy at the start of a step. Then its log-probs cost a pass."""
         return True
 
 
@@ -160,7 +160,7 @@ class Reference:
         return self._rule.is_behaviour
 
     def differs(self, updates_per_step: int) -> bool:
-        """Returns whether the reference may differ from the policy that samples a step, see `Rule.differs`."""
+        """Returns whether the reference may differ from the policy at the start of a step, see `Rule.differs`."""
         return self._rule.differs(updates_per_step)
 
     def coincides(self) -> bool:

@@ -123,7 +123,7 @@ class Programs(NamedTuple):
         return Anchor(functools.partial(hidden, params), self.head(params))
 
     def beside(self, anchor: Anchor) -> Programs:
-        """The same programs, of which those of an update (`fused`, `start`, `add`) read the head of `anchor`."""
+        """The same programs. `fused`, `start` and `add` read the head of `anchor`, and `ref_hidden` of their batch."""
         updates = {name: getattr(self, name) for name in ("fused", "start", "add")}
         bound = {n: dataclasses.replace(p, frozen=p.frozen._replace(ref_head=anchor.head)) for n, p in updates.items()}
         return self._replace(**bound)
