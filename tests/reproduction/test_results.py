@@ -9,7 +9,7 @@ import pytest
 
 from rpg_jax import reproduce
 from rpg_jax.reproduction import page, run_tables
-from rpg_jax.reproduction.results import Results, collect, load, save
+from rpg_jax.reproduction.results import Results, check_kept, collect, load, save
 from rpg_jax.reproduction.tables import TABLES
 
 GRPO_AND_DAPO = TABLES["small"].only(["GRPO", "DAPO"])
@@ -55,6 +55,24 @@ def test_data_keep_everything_but_places_and_digits_and_have_the_same_bytes_each
     assert loaded.table.rows == made.table.rows and loaded.runs[0].late("accuracy") == 0.3704
     text = gzip.decompress((tmp_path / "one").read_bytes()).decode()
     assert "/a/path" not in text and str(tmp_path) not in text
+
+
+def test_the_costs_of_a_branch_are_kept_as_they_are(tmp_path, results):
+    made = results()
+    branches = [dataclasses.replace(run, parent="/runs/a@1") for run in made.runs]
+    save(made := dataclasses.replace(made, runs=branches), tmp_path / "kept")
+    assert [run.costs for run in load(tmp_path / "kept").runs] == [run.costs for run in made.runs]
+    assert made.runs[0].begun == 1 and len(made.runs[0].trained) == 2
+
+
+def test_kept_runs_that_chose_among_other_rates_are_refused(results):
+    made = results()
+    kept = dataclasses.replace(made, scan=dataclasses.replace(made, table=TABLES["small"].scan()))
+    check_kept(kept, "small", GRPO_AND_DAPO, ())
+    others = dataclasses.replace(GRPO_AND_DAPO, rates=(1e-4, 3e-4))
+    with pytest.raises(ValueError, match="chose their learning rates from .*0.0002.*, today's from .*0.0003"):
+        check_kept(kept, "small", others, ())
+    check_kept(made, "small", others, ())  # chose none
 
 
 def test_a_page_names_the_rows_of_each_commit(tmp_path, results, without_figures):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from rpg_jax.report import seeds
@@ -8,6 +10,7 @@ from rpg_jax.reproduction.results import Results, collect
 from rpg_jax.reproduction.tables import TABLES
 
 SMALL = TABLES["small"]
+TWO = {row: {0: 1.0, 1: 2.0} for row in ("RLOO", "GSPO")}
 
 
 @pytest.fixture
@@ -89,6 +92,21 @@ def test_a_critic_that_has_learned_nothing_shows_it(rows_of):
         in text
     )
     assert "the row DAPO" not in text
+
+
+def test_rows_that_share_no_seed_leave_out_their_paragraph_and_nothing_else():
+    """As after two runs that failed: the page of the others is written."""
+    pooled = SMALL.pooled["the eight RPG rows"]
+    values = {row: {0: 1.0, 1: 2.0} for row in (*pooled, SMALL.baseline)}
+    said = training.all_differences(SMALL, {"accuracy": values})
+    assert any("which are one algorithm here" in text for text in said)
+    apart = values | {pooled[0]: {0: 1.0}, pooled[1]: {1: 2.0}}
+    without = training.all_differences(SMALL, {"accuracy": apart})
+    assert without and not any("one algorithm" in text for text in without)
+    starts = dataclasses.replace(SMALL, starts={"RLOO − DAPO": ("RLOO", "GSPO")})
+    assert any("Over 2 starts" in text for text in training.all_differences(starts, {"a": values | TWO}))
+    alone = values | TWO | {"RLOO": {5: 1.0}}
+    assert not any("Over 2 starts" in text for text in training.all_differences(starts, {"a": alone}))
 
 
 def test_numbers_have_the_digits_that_their_intervals_tell():

@@ -196,3 +196,18 @@ def test_another_reward_is_another_warm_start(tmp_path, monkeypatch):
     module.write_text("a = 2\n", encoding="utf-8")
     keys.append(cache_key(supervised_config(config), {}))
     assert len(set(keys)) == 5
+
+
+def test_a_reward_that_was_handed_over_counts_by_its_source():
+    def first(completion, answer):
+        return 1.0
+
+    def second(completion, answer):
+        return 0.5
+
+    config = resolve(tiny.get_config())
+    with config.unlocked():
+        config.rewards.parts = "__main__:reward"
+    supervised = supervised_config(config)
+    keys = [cache_key(supervised, {}, {"__main__:reward": reward}) for reward in (first, second, first)]
+    assert keys[0] == keys[2] != keys[1]
