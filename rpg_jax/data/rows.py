@@ -222,8 +222,10 @@ def _problem(prompt_id: int, prompt, answer, source, samples, system, question, 
         raise BadRow("empty answer")
     texts = {"prompt": prompt, "answer": answer, "source": source, "system turn": system}
     for name, text in {**texts, "demonstration": "".join(demonstrations)}.items():
-        if any("\ud800" <= c <= "\udfff" for c in text):
-            raise BadRow(f"the {name} holds half of a character (a lone surrogate), which no file can keep")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRow(f"the {name} holds half of a character (a lone surrogate), which no file can keep") from error
     return Problem(prompt_id, prompt, answer.strip(), source, samples, system, question, demonstrations)
 
 

@@ -219,6 +219,8 @@ class HuggingFaceTokenizer(Tokenizer):
             self._model = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises this class
             raise ValueError(f"{file} is damaged: {' '.join(str(error).split())[:200]}. Copy it again") from error
+        self._model.no_truncation()  # a file keeps those of the call before it was saved; transformers ignores them
+        self._model.no_padding()
         config = read_if_there(file.with_name("tokenizer_config.json"))
         generation = read_if_there(file.with_name("generation_config.json"))
         self.vocab_size = self._model.get_vocab_size(with_added_tokens=True)

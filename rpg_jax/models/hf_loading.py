@@ -192,7 +192,8 @@ def _named_in(index: Path) -> list[str]:
 
 def _check_tensors(files: Folder, stored: list[Stored], *, head_is_tied: bool = False) -> None:
     """Raises ValueError unless a folder has the tensors of `stored` alone. A tied model may have an equal head, too."""
-    found = files.shapes()
+    computed = ".rotary_emb.inv_freq"  # by `rope_theta`; folders of before August 2023 have it
+    found = {name: shape for name, shape in files.shapes().items() if not name.endswith(computed)}
     needed = {name: entry.tensor_shape for entry in stored for _, name in entry.tensors()}
     head, embed, whole = "lm_head.weight", "model.embed_tokens.weight", (slice(None), slice(None))
     if head_is_tied and head in found:

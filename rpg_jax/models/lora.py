@@ -150,13 +150,15 @@ def merged(params: Params) -> Params:
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Fields that change what an adapter computes: W + (alpha / rank) A B if `_PLAIN` has these values and `_OFF` are off.
+# Fields that change what an adapter computes: W + (alpha / rank) A B if `_PLAIN` has these values and `_OFF` are off,
+# and the adapters began in a way of `_BEGUN`; others, as PiSSA, also change W.
 _PLAIN = {"peft_type": "LORA", "bias": "none"}
 _OFF = (
     *("use_rslora", "use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out", "rank_pattern"),
     *("alpha_pattern", "modules_to_save", "layers_to_transform", "layer_replication", "target_parameters"),
     *("exclude_modules", "trainable_token_indices", "alora_invocation_tokens", "arrow_config"),
 )
+_BEGUN = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 def save_adapters(folder: Path | str, config: DecoderConfig, lora: Lora, adapters: Params, *, base: str | None) -> None:
@@ -225,6 +227,7 @@ def _check(folder: Path, config: DecoderConfig, lora: Lora) -> None:
         raise ValueError(f"{folder} has no {CONFIG}: model.lora.path is the folder of an adapter, written by peft")
     found: dict[str, Any] = read_object(file)
     unknown = [name for name, plain in _PLAIN.items() if found.get(name, plain) != plain]
+    unknown += ["init_lora_weights"] * (found.get("init_lora_weights") not in _BEGUN)
     if unknown := unknown + [name for name in _OFF if found.get(name)]:
         raise ValueError(
             f"{file}: {', '.join(f'{name}={found[name]!r}' for name in unknown)} cannot be read; merge this adapter "

@@ -205,12 +205,20 @@ def tell_cuts(e: Experiment) -> None:
 
 def examples_of(e: Experiment, problems: Sequence[data.Problem]) -> list[data.Example]:
     """The demonstrations of problems as tokens, an example each: the last `task.max_prompt_tokens` tokens of the prompt
-    as the policy sees it, and the first `rollout.max_tokens` tokens of the completion to imitate."""
+    as the policy sees it, and the first `rollout.max_tokens` tokens of the completion to imitate. Raises ValueError if
+    the tokenizer gives a token that the model does not have."""
     c, found = e.config, []
     observations = Observations(e.tokenizer, thinking=c.task.thinking)
     for problem, shown in e.task.examples(problems):
         prompt = data.encode_prompt(problem, e.tokenizer, thinking=c.task.thinking)[-c.task.max_prompt_tokens :]
-        found.append(data.Example(prompt, [_imitated(shown, e.tokenizer, observations, c.rollout.max_tokens)]))
+        imitated = _imitated(shown, e.tokenizer, observations, c.rollout.max_tokens)
+        if (largest := max(prompt.max(initial=0), imitated.tokens.max(initial=0))) >= e.layout.model.vocab_size:
+            text = e.tokenizer.decode([int(largest)]) or "a special token"
+            size = f"the model has {e.layout.model.vocab_size}"
+            raise ValueError(
+                f"the tokenizer gives token {largest}, {text!r}, and {size}: take the model's own tokenizer"
+            )
+        found.append(data.Example(prompt, [imitated]))
     return found
 
 

@@ -327,7 +327,7 @@ def fitted(config: ConfigDict, asked: Collection[str], rows: Sequence[str]) -> F
     """
     folder = models.local_folder(config.model.path, weights=False)
     model = models.read_config(folder)  # before anything else: an architecture that is not supported is refused
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(models.local_folder(config.model.tokenizer or config.model.path, weights=False))
     on_cpu, kept = processes.platform() == "cpu", dict[str, Any]()
 
     def choose(name: str, value: Any) -> Any:

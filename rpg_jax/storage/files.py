@@ -85,7 +85,7 @@ def local_copy(address: str, patterns: Sequence[str]) -> Path:
     """Copies the files of a bucket's folder, and returns the local folder that keeps the copies for later calls.
 
     A file is copied again once its size or time in the bucket has changed, and appears whole or not at all. The copy of
-    a file that was deleted in the bucket stays. One process of a host copies at a time; others wait.
+    a file that was deleted in the bucket is deleted. One process of a host copies at a time; others wait.
 
     Args:
       address: gs://BUCKET/FOLDER; never a local path.
@@ -109,6 +109,9 @@ def local_copy(address: str, patterns: Sequence[str]) -> Path:
             files = [path for path in found if any(map(path.match, patterns))]
             for path in files:
                 errors.retried(lambda path=path: _copy_changed(path, target / path.name), path)  # type: ignore[misc]
+            for gone in {path.name for path in target.iterdir()} - {path.name for path in found}:
+                if any(map(Path(gone).match, patterns)):  # an old index would win over new weights
+                    (target / gone).unlink()
         except FileNotFoundError as error:
             raise ValueError(f"cannot read {address}: it does not exist ({error})") from error
         except Exception as error:

@@ -171,3 +171,14 @@ def test_a_stop_token_that_the_generation_config_lacks_is_in_the_saved_one(tmp_p
     load_tokenizer(own).save(tmp_path / "saved")
     saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text(encoding="utf-8"))
     assert saved["top_k"] == 5 and set(saved["eos_token_id"]) == {1, *([] if stops is None else {0})}
+
+
+def test_what_somebody_cut_and_padded_before_saving_is_neither_cut_nor_padded(qwen_like, tmp_path):
+    qwen_like.save(tmp_path)
+    model = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    model.enable_truncation(3)
+    model.enable_padding(length=8)
+    model.save(str(tmp_path / "tokenizer.json"))
+    text = "a long text of many tokens"
+    assert load_tokenizer(tmp_path).encode(text) == qwen_like.encode(text) and len(qwen_like.encode(text)) > 8
+    assert load_tokenizer(tmp_path).encode("a") == qwen_like.encode("a")

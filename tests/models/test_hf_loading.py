@@ -82,6 +82,11 @@ def test_a_bucket_is_copied_once_and_again_where_it_has_changed(monkeypatch, tmp
         models.local_folder("gs://bucket/qwen")
         assert (folder / "config.json").read_text(encoding="utf-8") == "one that is longer"
         assert (folder / "model.safetensors").stat().st_ino == before, "unchanged, not copied again"
+        del gcs.objects["qwen/model.safetensors"]
+        gcs.put("qwen/model-00001-of-00001.safetensors", b"a")
+        found = models.local_folder("gs://bucket/qwen")
+        names = ["config.json", "model-00001-of-00001.safetensors"]
+        assert sorted(p.name for p in found.glob("[!.]*")) == names, "what is gone there would win here"
         gcs.put("pickled/pytorch_model.bin", b"")
         with pytest.raises(ValueError, match=r"gs://bucket/pickled has no file \*\.json or .*\*\.safetensors"):
             models.local_folder("gs://bucket/pickled")

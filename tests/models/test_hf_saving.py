@@ -75,6 +75,17 @@ def test_a_folder_has_the_weights_that_were_saved_last(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, models.load(tmp_path, config), params)
 
 
+def test_a_folder_of_before_2023_has_frequencies_that_the_config_gives(tmp_path):
+    config = models.read_config(GOLDEN / "qwen3")
+    params = models.load(GOLDEN / "qwen3", config)
+    models.save(tmp_path, config, params)
+    weights = load_file(tmp_path / "model.safetensors")
+    old = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for n in range(2)}
+    save_file(weights | old, tmp_path / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, models.load(tmp_path, config), params)
+    assert models.read(tmp_path, config).nbytes == sum(x.nbytes for x in weights.values())
+
+
 def test_a_folder_of_eight_bits_is_refused_by_name(tmp_path):
     """As the FP8 checkpoints of Qwen3, which numpy has no dtype for."""
     config = models.read_config(GOLDEN / "qwen3")

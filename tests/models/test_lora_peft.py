@@ -56,6 +56,7 @@ def test_a_saved_adapter_has_the_tensors_and_the_fields_of_the_one_that_was_load
         ({"target_modules": ["q_proj"]}, LORA, "choose the targets that the folder has"),
         ({"target_modules": ["q_proj", 1]}, LORA, "choose the targets that the folder has"),
         ({"use_dora": True}, LORA, "use_dora=True cannot be read; merge this adapter"),
+        ({"init_lora_weights": "pissa"}, LORA, "init_lora_weights='pissa' cannot be read; merge this adapter"),
         ({"peft_type": "IA3"}, LORA, "peft_type='IA3' cannot be read"),
         ({}, Lora(2, 16.0), "alpha 3, here 16"),
     ],

@@ -179,3 +179,11 @@ def test_arguments_of_another_kind_are_refused_before_a_run_begins(arguments, me
     with pytest.raises(ValueError, match=message):
         train_call.train(**arguments)
     assert not list(tmp_path.iterdir())
+
+
+def test_limits_are_those_of_the_tokenizer_that_the_run_will_have(tmp_path):
+    """A folder of weights alone, with the tokenizer of another one."""
+    model = shutil.copytree(MODEL, tmp_path / "weights", ignore=shutil.ignore_patterns("token*"))
+    overrides = {"run.dir": str(tmp_path), "model.tokenizer": MODEL}
+    config = prepared(None, overrides, model=str(model), **NOTHING)[0]
+    assert config.task.max_prompt_tokens == config_of(tmp_path).task.max_prompt_tokens

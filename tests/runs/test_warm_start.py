@@ -50,7 +50,7 @@ def experiment_of(problems, **train):
     config.warm_start.batch_size = 2
     config.train.update(train)
     tokenizer = SimpleNamespace(encode=lambda text: [ord(c) for c in text], eos_id=1, pad_id=0, chat=None)
-    layout = SimpleNamespace(row_sharding=None)
+    layout = SimpleNamespace(row_sharding=None, model=SimpleNamespace(vocab_size=128))
     return SimpleNamespace(config=config, tokenizer=tokenizer, task=Task(problems, {}, ()), layout=layout)
 
 
@@ -76,6 +76,17 @@ def test_a_demonstration_of_several_turns_trains_the_policys_tokens_and_reads_th
     e.config.rollout.max_tokens = 3
     [cut] = examples_of(e, [problem])[0].completions
     assert cut.tokens.tolist() == completion.tokens[:3].tolist() and len(cut.turns.rewards) == 1
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_before_it_trains():
+    e = experiment_of(PROBLEMS)
+    assert len(examples_of(e, PROBLEMS)) == len(PROBLEMS)
+    e.layout.model.vocab_size = ord("9")
+    e.tokenizer.decode = lambda ids: "".join(map(chr, ids))
+    with pytest.raises(
+        ValueError, match="the tokenizer gives token 58, ':', and the model has 57: take the model's own"
+    ):
+        examples_of(e, PROBLEMS)
 
 
 def test_demonstrations_that_lose_their_end_are_counted_in_one_line(capsys):
