@@ -11,7 +11,7 @@ Check = Callable[[Job], Iterable[str] | None]
 NAME = r"[a-z]([-a-z0-9]{0,37}[a-z0-9])?"
 BUCKET = r"gs://[a-z0-9][-_.a-z0-9]{1,61}[a-z0-9](/[-_.A-Za-z0-9]+)*"
 HOURS = (0.1, 24 * 365)  # a boot takes minutes
-SECRETIVE = re.compile(r"(?i)(token|secret|password|api_?key)[\w.]*=.")
+SECRETIVE = re.compile(r"(?i)(token(?!s|izer)|secret|password|api_?key(?!_file))[\w.]*=.")
 
 
 def passes(job: Job, checkers: Iterable[Check]) -> list[str]:

@@ -1,5 +1,6 @@
 """launch/xpk runs a config on Google Kubernetes Engine through XPK 1.16 (clusters, queues, JobSets)."""
 
+import hashlib
 import json
 import shlex
 
@@ -174,7 +175,10 @@ def _region(launch: Launch) -> list[str]:
 
 
 def _image(launch: Launch) -> str:
-    job, tag = launch.job, files.commit()[:12]
+    job, commit = launch.job, files.commit()
+    tag = commit[:12]
+    if commit.endswith("-dirty"):  # each edit has an image: an earlier run at this commit keeps its own
+        tag += f"-{hashlib.sha256(files.source_archive()).hexdigest()[:12]}"
     return launch.options.image or f"{job.region}-docker.pkg.dev/{job.project}/rpg/rpg:{tag}"
 
 

@@ -169,6 +169,7 @@ def parent_of(config: ConfigDict, files: Path) -> Parent | None:
         if step is None and re.fullmatch(rf"{re.escape(str(folder.home))}@\d+", noted):
             step = _parsed(noted)[1]
         step = run_folder.checkpoint_step(folder, step)
+        step = int(hosts.all_gather_bytes(b"%d" % step)[0])  # only the first may have `files`; the parent may go on
         path = storage.absolute(folder.home / "checkpoints" / str(step))
         identity, record = integrity.by_all(lambda: read_record(path))
         inputs = read_if_there(folder.files / INPUTS)

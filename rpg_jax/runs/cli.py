@@ -225,8 +225,8 @@ def ends_again(home: epath.Path, error: Exception, *, stepped: bool) -> str:
 
     A lack of memory comes again, and so does a bug before the first step (not `stepped`). For other errors, such as a
     silent judge, the file `FAILURES` in `home` counts the starts in a row that ended with the same text after the same
-    checkpoint; this call writes it. The third start is the last. Errors of storage, of a lost process and of the user
-    do not count."""
+    checkpoint; this call writes it, in process i > 0 of several the file "i-FAILURES". The third start is the last.
+    Errors of storage, of a lost process and of the user do not count."""
     import jax
 
     from rpg_jax.storage import checkpoints, errors
@@ -240,7 +240,8 @@ def ends_again(home: epath.Path, error: Exception, *, stepped: bool) -> str:
         return ""
     if code is None and not stepped:
         return "it took no step, and another start would end the same"
-    file, times, before = home / FAILURES, 1, None
+    own = f"{jax.process_index()}-" if jax.process_index() else ""  # each counts its own starts
+    file, times, before = home / f"{own}{FAILURES}", 1, None
     now = [max(checkpoints.committed_steps(home / "checkpoints"), default=0), errors.one_line(error)]
     with contextlib.suppress(OSError, ValueError):
         *before, times = json.loads(file.read_text())

@@ -306,8 +306,18 @@ def needed(name: str) -> Any:
 
 
 def trackers_of(config: ConfigDict, folder: Path, *, after: int) -> list[Tracker]:
-    """Opens the trackers of the config for the run in the local `folder`; `after` is as in `Place`. Raises ValueError
-    if a tracker is not known or not installed."""
+    """Opens the trackers of the config for the run in the local `folder`; `after` is as in `Place`. A tracker that
+    cannot be reached is left out, with a line on stderr. Raises ValueError if a tracker is not known or not installed.
+    """
     fields = finite(json.loads(config.to_json_best_effort()))
     place = Place(folder, config.run.name, config.log.project, fields, after)
-    return [TRACKERS[name](place) for name in chosen(config.log.tracker)]
+    made: list[Tracker] = []
+    for name in chosen(config.log.tracker):
+        try:
+            made.append(TRACKERS[name](place))
+        except ValueError:
+            raise
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+            print(f"log.tracker: {name} is left out: {said}; metrics.jsonl has every step", file=sys.stderr)
+    return made

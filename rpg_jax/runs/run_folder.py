@@ -100,6 +100,7 @@ def held(config: ConfigDict) -> Iterator[storage.Folder]:
     """
     folder = of(config)
     is_new = hosts.is_first() and not storage.in_bucket(folder.home) and not folder.home.exists()
+    stepped = False
     try:
         with contextlib.ExitStack() as closing:
             with hosts.first_alone("run folder"):
@@ -110,9 +111,12 @@ def held(config: ConfigDict) -> Iterator[storage.Folder]:
                     with storage.files.locked(folder.files) if folder.files.exists() else contextlib.nullcontext():
                         open_run(config, folder)
                     closing.enter_context(storage.files.locked(folder.files))
-            yield folder
+            try:
+                yield folder
+            except Exception:
+                stepped = _stepped(folder)  # the files of a folder in a bucket go with the context
+                raise
     except Exception as error:
-        stepped = _stepped(folder)
         error.ends_again = cli.ends_again(folder.home, error, stepped=stepped)  # type: ignore[attr-defined]
         if is_new and not stepped and not any(map(_helps, folder.files.rglob("*"))):
             shutil.rmtree(folder.home, ignore_errors=True)

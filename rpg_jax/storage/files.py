@@ -306,9 +306,13 @@ class Folder:
                 return
             found = {str(p.relative_to(self.files)): p for p in self.files.rglob("[!.]*") if p.is_file()}
             for name, file in found.items():
-                version = _version(file)  # before the read, so that later changes are copied next time
-                if self._copied.get(name) != version:
-                    self._write(name, file.read_bytes())
+                try:
+                    version = _version(file)  # before the read, so that later changes are copied next time
+                    content = file.read_bytes() if self._copied.get(name) != version else None
+                except FileNotFoundError:  # a tracker's own process has deleted its file since
+                    continue
+                if content is not None:
+                    self._write(name, content)
                     self._copied[name] = version
             for name in self._copied.keys() - found.keys():
                 self._write(name, None)

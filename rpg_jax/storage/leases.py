@@ -115,6 +115,9 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
             if seen is not None and found != seen:
                 changed = now
             stale = now - changed > self._stale_seconds
+            if found is not None and found.token == self._owner.token:
+                self._version = version  # a write that succeeded, and whose answer was lost
+                return
             if found is None or found.ended or stale:
                 if self._swap(version):
                     return self._tell(f"is taken over from {found}, which is gone") if found else None

@@ -10,7 +10,7 @@ import pytest
 
 import rpg_jax
 from rpg_jax.report.run_files import INPUTS, PARENT, START, Run
-from rpg_jax.runs import checkpointing
+from rpg_jax.runs import checkpointing, config_files, run_folder
 
 MICRO = "tests/end_to_end/micro.py"
 CLOCKED = ("time/", "host/", "seconds", "tokens_per_second", "eval/")
@@ -54,6 +54,15 @@ def test_a_branch_with_an_equal_config_repeats_its_parent_to_the_bit(parent, tmp
     assert inputs[PARENT] == f"{parent.folder}@2" and len(inputs[START]) == 16
     assert f"{parent.folder}@2" in (tmp_path / "b/summary.md").read_text(encoding="utf-8")
     assert [r["step"] for r in Run.read(tmp_path / "b").trained] == [3, 4]
+
+
+def test_every_process_begins_with_the_checkpoint_that_the_first_chose(parent, tmp_path, monkeypatch):
+    """The parent may have gone on, and a bucket's inputs.json is read by the first process alone."""
+    config = run_folder.read_config(Path(parent.folder))
+    config = config_files.changed(config, {"run.start_from": parent.folder})
+    assert checkpointing.parent_of(config, tmp_path).step == 4
+    monkeypatch.setattr(checkpointing.hosts, "all_gather_bytes", lambda own: [b"2" if own.isdigit() else own])
+    assert checkpointing.parent_of(config, tmp_path).step == 2
 
 
 @pytest.mark.slow  # compiles, or waits, for seconds

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from cloud import accelerators, account, files, preflight, reach, resolve
+from cloud import accelerators, account, files, preflight, reach, resolve, words
 from cloud.errors import LaunchError
 from cloud.job import SERVERS_SECRETS, Job
 from rpg_jax import serve
 from rpg_jax.planning import topologies
+from rpg_jax.runs import config_files
 
 TPU = "--type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b"
 TRAINER = "-- --config=configs/tiny.py --config.mesh.fsdp=-1"
@@ -153,6 +154,13 @@ def test_what_an_earlier_version_remembered_of_a_trainer_is_read(cloud):
     del fields["serves_for"]
     file.write_text(json.dumps(fields | {"works_for": None}), encoding="utf-8")
     assert cloud.run("up --no-watch --name=rpg-4b") == 0, cloud.err
+
+
+def test_no_field_of_a_config_is_taken_for_a_secret():
+    fields = [f"--config.{name}=x" for name in config_files.fields()]
+    assert not [given for given in (*fields, "--api_key_file=x") if words.SECRETIVE.search(given)]
+    for secret in ("--hf_token=x", "--config.judge.api_key=x", "WANDB_API_KEY=x", "--password=x", "--token=x"):
+        assert words.SECRETIVE.search(secret), secret
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,16 @@ def test_what_is_submitted_already_is_not_submitted_again(cloud):
     assert not cloud.called("workload create") and "submitted already" in cloud.err
 
 
+def test_edits_have_an_image_of_their_own(cloud, monkeypatch):
+    monkeypatch.setattr(files, "commit", lambda: "0123456789abcdef-dirty")
+    for content in (b"one edit", b"another", b"one edit"):
+        monkeypatch.setattr(files, "source_archive", lambda content=content: content)
+        cloud.script(jobsets("Completed"))
+        assert cloud.run(f"up --no-watch {TPU} {TRAINER}", "xpk") == 0
+    first, second, third = (re.search(r"--docker-image=(\S+)", call)[1] for call in cloud.called("workload create"))
+    assert first == third != second and "/rpg:0123456789ab-" in first
+
+
 @pytest.mark.parametrize("ended", ["Completed", "Failed"])
 def test_a_run_that_ended_is_submitted_anew_and_resumes(cloud, ended):
     cloud.script(jobsets(ended))

@@ -294,6 +294,15 @@ def test_the_third_start_that_ends_with_one_error_after_one_checkpoint_is_the_la
     assert not end(BUG) and not end(BUG) and end(BUG)
 
 
+def test_processes_of_one_run_count_their_own_starts(tmp_path, monkeypatch):
+    home, found = epath.Path(tmp_path), []
+    for _ in range(3):
+        for process in range(4):
+            monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+            found.append(bool(cli.ends_again(home, cli.Ended("no verdict", cli.FAILED), stepped=True)))
+    assert found == [False] * 8 + [True] * 4
+
+
 def test_a_command_ends_with_the_code_that_is_not_restarted_and_keeps_the_traceback(tmp_path, capsys):
     def train(options):
         with run_folder.held(made(tmp_path, "r")):

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from configs import base
+from rpg_jax.runs import logs
 from rpg_jax.runs.logs import PACKAGES, RunLog, chosen, needed, trackers_of
 from rpg_jax.training.loop import Step
 
@@ -32,6 +33,17 @@ def logged_twice(config, name, folder):
             metrics = {"eval/held out/pass@1": step + after / 8, "name": "text", "loss": float("nan")}
             log.append(Step(step, None, metrics))
         log.close()
+
+
+def test_a_tracker_that_cannot_be_reached_is_left_out_and_ends_no_run(config, tmp_path, monkeypatch, capsys):
+    def unreachable(place):
+        raise TimeoutError("Run initialization has timed out after 90.0 sec.\nmore")
+
+    monkeypatch.setitem(logs.TRACKERS, "wandb", unreachable)
+    config.log.tracker = "wandb"
+    assert trackers_of(config, tmp_path, after=0) == []
+    said = "log.tracker: wandb is left out: TimeoutError: Run initialization has timed out after 90.0 sec.; "
+    assert capsys.readouterr().err == f"{said}metrics.jsonl has every step\n"
 
 
 def test_tensorboard_hides_what_a_resumed_run_does_again(config, tmp_path):

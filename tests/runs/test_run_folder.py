@@ -15,6 +15,7 @@ from rpg_jax.runs import config_files, run_folder, train_command
 from rpg_jax.runs.config_files import Retired
 from rpg_jax.runs.resolve import resolve
 from rpg_jax.storage.checkpoints import Checkpoints
+from tests.storage.test_files import gcs  # noqa: F401
 
 
 def test_a_run_older_than_a_field_says_which_and_what_to_do(tmp_path):
@@ -305,6 +306,16 @@ def test_a_second_run_of_the_name_is_refused_and_changes_nothing(tmp_path):
         assert (folder.files / "config.json").read_bytes() == content and not (tmp_path / "replaced").exists()
     with run_folder.held(made(tmp_path, "r")):
         pass
+
+
+@pytest.mark.slow  # imports gcsfs
+def test_a_bug_after_a_step_is_started_again_wherever_the_folder_is(tmp_path, request):
+    request.getfixturevalue("gcs")
+    for runs in (tmp_path, "gs://bucket/runs"):
+        with pytest.raises(RuntimeError) as told, run_folder.held(made(runs, "r")) as folder:
+            (folder.files / "metrics.jsonl").write_text('{"step": 1, "loss": 0.1}\n', encoding="utf-8")
+            raise RuntimeError("a bug before the first checkpoint")
+        assert told.value.ends_again == "", runs
 
 
 def made(runs, name, *, overwrite=False, **changes):

@@ -69,6 +69,24 @@ def test_a_push_that_comes_after_the_end_leaves_the_bucket_as_it_is(tmp_path, mo
     assert (tmp_path / "r" / "metrics.jsonl").read_text(encoding="utf-8") == "all of them" and not folder.files.exists()
 
 
+def test_a_file_that_another_program_deletes_meanwhile_is_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage.files, "in_bucket", lambda path: True)
+    real = storage.files._version
+
+    def version(file):
+        if file.name == "a.tmp":
+            file.unlink()
+        return real(file)
+
+    monkeypatch.setattr(storage.files, "_version", version)
+    with storage.Folder(tmp_path / "r") as folder:
+        folder.home.mkdir()
+        for name in ("a.tmp", "b"):
+            (folder.files / name).write_text(name, encoding="utf-8")
+        folder.push()
+        assert [path.name for path in folder.home.iterdir()] == ["b"]
+
+
 def test_the_end_waits_for_a_copy_that_is_under_way(tmp_path, monkeypatch):
     monkeypatch.setattr(storage.files, "in_bucket", lambda path: True)
     monkeypatch.setattr(storage.files, "_COPY_SECONDS", 0.0)

@@ -59,6 +59,20 @@ def test_a_lease_is_held_until_its_end(home):
         pass
 
 
+def test_a_lease_that_was_written_and_whose_answer_was_lost_is_the_writers(home, monkeypatch):
+    lease = Lease(home, never, beat_seconds=0.01, stale_seconds=60)
+    swap = lease._cell.swap
+
+    def lost(content, version):
+        monkeypatch.setattr(lease._cell, "swap", swap)
+        swap(content, version)
+
+    monkeypatch.setattr(lease._cell, "swap", lost)
+    with lease, pytest.raises(ValueError, match="is being written by"):
+        Lease(home, never, beat_seconds=0.01, stale_seconds=60).__enter__()
+    assert cell(home).read() == (None, None)
+
+
 def test_an_owner_that_was_killed_on_this_machine_is_replaced_at_once(home, capsys):
     killed = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     owner = dataclasses.replace(Owner.this_process(), process=killed.pid, started=leases._started(killed.pid))
