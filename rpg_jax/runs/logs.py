@@ -28,6 +28,8 @@ from rpg_jax.storage.files import finite
 from rpg_jax.training.loop import Step
 from rpg_jax.types import Completion
 
+MOST_SAMPLES = 2**29  # bytes of samples.jsonl: readers take twice as many, and a bucket gets the file again and again
+
 
 class JsonLines:
     """The file at `path` of JSON objects, one a line, that each have a `step`. Lines are only added, or rewound."""
@@ -67,14 +69,20 @@ class RunLog:
     def __init__(self, run_dir: Path, *, samples: int):
         self.trackers: list[Tracker] = []
         self._failing: set[Tracker] = set()
-        self._run_dir = run_dir
+        self._run_dir, self._full = run_dir, False
         self._metrics, self._samples = JsonLines(run_dir / "metrics.jsonl"), JsonLines(run_dir / "samples.jsonl")
         self._samples_per_step = samples
 
     def append_samples(self, step: int, groups: Sequence[Group]) -> None:
-        """Writes the completions of the first groups of step `step`, with their scores; on the first process.
-
-        Call it before `append`, so that a step with metrics has its completions."""
+        """Writes the completions of the first groups of step `step`, with their scores; on the first process. A file of
+        `MOST_SAMPLES` bytes gets no more, which stderr says once. Call it before `append`, so that a step with metrics
+        has its completions."""
+        file = self._samples.path
+        if hosts.is_first() and file.exists() and file.stat().st_size >= MOST_SAMPLES:
+            if not self._full:
+                print(f"{file} is full: it gets no more completions. rollouts/ has them still", file=sys.stderr)
+            self._full = True
+            return
         for group in groups[: self._samples_per_step] if hosts.is_first() else ():
             failed = group.failed or [None] * len(group.texts)
             for text, completion, reward, accuracy, failure in zip(

@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rpg_jax.report.run_files import read_jsonl, read_metrics
+from rpg_jax.runs import logs
 from rpg_jax.runs.logs import JsonLines, RunLog, completion_entries
 from rpg_jax.training.loop import Step
 from rpg_jax.types import Completion, Turns
@@ -92,3 +94,23 @@ def test_numbers_of_every_library_are_plain_json_and_nonfinite_ones_null(tmp_pat
     log = JsonLines(tmp_path / "m.jsonl")
     log.append({"step": 1, "a": np.float32(0.5), "b": jnp.int32(3), "c": float("nan"), "d": np.inf, "e": True})
     assert read_jsonl(tmp_path / "m.jsonl") == [{"step": 1, "a": 0.5, "b": 3, "c": None, "d": None, "e": True}]
+
+
+def test_a_full_file_of_completions_ends_no_run_and_can_be_resumed(tmp_path, monkeypatch, capsys):
+    """Of more than 1 GiB `rewind` would read nothing, so the run could not go on."""
+    monkeypatch.setattr(logs, "MOST_SAMPLES", 300)
+    completion = Completion(np.array([1], np.int32), np.zeros(1, np.float32), "stop", 0)
+    scores = np.ones(1, np.float32)
+    problem = SimpleNamespace(prompt="1+1=", answer="2")
+    group = SimpleNamespace(
+        problem=problem, texts=["2"], completions=[completion], rewards=scores, accuracy=scores, failed=None
+    )
+    log = RunLog(tmp_path, samples=2)
+    for step in range(1, 9):
+        log.append_samples(step, [group])
+    written = (tmp_path / "samples.jsonl").stat().st_size
+    assert 300 <= written < 600
+    assert capsys.readouterr().err.count("samples.jsonl is full: it gets no more completions") == 1
+    log.drop_samples(2)
+    log.append_samples(2, [group])
+    assert [r["step"] for r in read_jsonl(tmp_path / "samples.jsonl")] == [1, 2]
