@@ -163,7 +163,7 @@ class Objective:
       entropy_coef: >= 0, the weight of the entropy bonus; at 0 the bonus is not computed.
       critic: the learned baseline, or None.
       on_policy: π_old is the policy in training, see `loop.Algorithm`. Then the log-probs of the update are also log
-        π_old, without a gradient. The metrics of the update have the entropy and the sampler's gap.
+        π_old, and log π_ref of a batch without it; no gradient. Its metrics have the entropy and the sampler's gap.
 
     Raises ValueError for an entropy bonus or a critic without `mean`.
     """

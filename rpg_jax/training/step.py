@@ -303,10 +303,12 @@ class _Functions:
             logprobs, entropy = found.logprobs, found.entropy
             own = dataclasses.replace(batch, ref_hidden=None, ref_logprobs=found.ref_logprobs, prefix_kl=found.kl)
         if objective.on_policy:
-            own = dataclasses.replace(own, behaviour_logprobs=jax.lax.stop_gradient(logprobs))
+            present = jax.lax.stop_gradient(logprobs)
+            ref_logprobs = present if own.ref_logprobs is None else own.ref_logprobs
+            own = dataclasses.replace(own, behaviour_logprobs=present, ref_logprobs=ref_logprobs)
             measured = {
                 "entropy": sum_and_weight(jax.lax.stop_gradient(entropy), batch.mask),
-                **sampler_gap(own.known("behaviour_logprobs"), batch.sampler_logprobs, batch.mask),
+                **sampler_gap(present, batch.sampler_logprobs, batch.mask),
             }
         total, weight, metrics = objective.loss(logprobs, own)
         if objective.entropy_coef:

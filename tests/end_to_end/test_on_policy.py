@@ -19,9 +19,9 @@ def trained(folder, **overrides):
     return rpg_jax.train("tests/end_to_end/micro.py", overrides=config)
 
 
-@pytest.mark.slow  # eight runs of three steps
+@pytest.mark.slow  # twelve runs of three steps
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("method", ["RPG-REINFORCE-URKL", "GRPO"])
+@pytest.mark.parametrize("method", ["RPG-REINFORCE-URKL", "GRPO", "REINFORCE++"])
 def test_a_step_of_one_update_needs_no_pass_before_the_update(method, rows, tmp_path, monkeypatch):
     passes = []
     monkeypatch.setattr(

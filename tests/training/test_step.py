@@ -16,7 +16,7 @@ from rpg_jax.training.loop import add_logprobs, anchor_of
 from rpg_jax.training.objective import Objective, policy_loss_fn
 from rpg_jax.training.optimizer import make_optimizer
 from rpg_jax.training.state import TrainState, create_state, state_shardings
-from rpg_jax.training.step import Programs, make_programs
+from rpg_jax.training.step import Frozen, Programs, _Functions, make_programs
 from rpg_jax.types import Completion, Count
 
 MODEL = models.DecoderConfig(
@@ -324,6 +324,19 @@ def test_a_reference_other_than_the_policy_chooses_its_own_experts(coincides):
     seen.clear()
     anchor_of(algorithm, SimpleNamespace(params=jnp.ones(2))).hidden(rows[0])
     assert [replays for _, replays in seen] == [coincides]
+
+
+@pytest.mark.parametrize("name", ["reinforce_pp", pytest.param("grpo", marks=pytest.mark.slow)])
+def test_an_update_that_computes_the_old_log_probs_has_them_for_a_reference_that_is_the_same_policy(name):
+    programs, state, _ = make()
+    objective = Objective(policy_loss_fn(name, kl_coef=0.5), on_policy=True)
+    functions = _Functions(models.abstract(MODEL, compute_dtype="float32")[0], None, objective, 0.8)
+    batch = dataclasses.replace(make_batch(), behaviour_logprobs=None, ref_logprobs=None)
+    known = dataclasses.replace(batch, ref_logprobs=programs.logprobs(state.params, batch.rows)[0])
+    gradients = jax.jit(functools.partial(functions.gradients, Frozen(None), state.weights))
+    found, expected = gradients(batch), gradients(known)
+    assert largest_difference(found.grads, expected.grads) < 1e-4  # f32, and the pass is another program
+    assert losses.divided(found.metrics)["kl"] == 0
 
 
 def test_an_update_of_several_micro_batches_beats_between_its_launches(monkeypatch):
