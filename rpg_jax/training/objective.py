@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,11 @@ LossFn = Callable[[jax.Array, Batch], tuple[jax.Array, jax.Array, Metrics]]
 @functools.lru_cache(maxsize=128, typed=True)
 def policy_loss_fn(name: str | losses.Loss, **hyperparameters: Any) -> LossFn:
     """Returns `losses.policy_loss` as a `LossFn`, with the metric of `kl_share`. Equal arguments give one function.
-    `hyperparameters` are those of the loss. The metric is absent if the loss has no KL, if β is the number 0, or if the
-    KL is summed over the vocabulary. Raises ValueError for an unknown name of a loss."""
-    kl_coef = hyperparameters.get("kl_coef", 1.0) if "kl_coef" in losses.find_loss(name).hyperparameters else 0.0
+    `hyperparameters` are those of the loss. The metric is absent if the loss has no β that may be 0, if β is the number
+    0, or if the KL is summed over the vocabulary. Raises ValueError for an unknown name of a loss."""
+    kl_coef, declared = hyperparameters.get("kl_coef", 1.0), losses.find_loss(name).hyperparameters.get("kl_coef")
     regularized = (isinstance(kl_coef, jax.Array) or kl_coef > 0) and hyperparameters.get("estimator") != "exact"
+    regularized &= any(isinstance(allowed, losses.Range) and allowed.holds(0) for allowed in get_args(declared))
 
     def loss(logprobs: jax.Array, batch: Batch):
         total, weight, metrics = losses.policy_loss(name, logprobs=logprobs, **batch.loss_inputs, **hyperparameters)

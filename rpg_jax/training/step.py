@@ -292,10 +292,9 @@ class _Functions:
         objective, (params, critic_params) = self.objective, weights
         model = nnx.merge(self.graphdef, policy_params(frozen.base, params))
         hidden = completion_hidden(model, batch.rows)
-        measures = objective.on_policy or objective.entropy_coef > 0
         own, measured = batch, {}
         inputs, how = head_arguments(model, hidden, batch.rows)
-        how |= {"temperature": self.temperature, "entropy": measures}
+        how |= {"temperature": self.temperature, "entropy": objective.on_policy or objective.entropy_coef > 0}
         if frozen.ref_head is None:
             logprobs, entropy = losses.token_logprobs(*inputs, **how)
         else:

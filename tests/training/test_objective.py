@@ -1,11 +1,14 @@
 """Advantages of a packed batch: RPG for completions gets the baseline that whole groups in one batch would have."""
 
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rpg_jax import data, losses
+from rpg_jax.losses.declaration import Loss, Range
 from rpg_jax.losses.regularized_pg import rpg_completions
 from rpg_jax.training.objective import advantages_fn, policy_loss_fn
 from rpg_jax.types import Completion, Turns
@@ -107,6 +110,14 @@ def test_a_loss_without_a_kl_term_has_no_kl_share():
         assert "kl_gradient_share" not in policy_loss_fn(name, **options)(new[0], batch.batches[0])[2]
     for name in ("rpg", "grpo"):
         assert "kl_gradient_share" in policy_loss_fn(name)(new[0], batch.batches[0])[2]
+
+
+def test_a_loss_whose_kl_coefficient_cannot_be_zero_has_no_kl_share():
+    def squared(tokens, *, kl_coef: Annotated[float, Range("(0, 10]")] = 0.1) -> losses.TokenLoss:
+        return losses.TokenLoss(kl_coef * (tokens.log_r - tokens.advantages / kl_coef) ** 2)
+
+    batch, new = a_batch(np.random.default_rng(8), "token")
+    assert "kl_gradient_share" not in policy_loss_fn(Loss(squared), kl_coef=0.1)(new[0], batch.batches[0])[2]
 
 
 def test_the_kl_share_of_the_weights_is_that_of_the_tokens_gradients_carried_to_the_weights():
