@@ -32,6 +32,10 @@ def resolved(**changes):
         ({"train.updates_per_step": 3}, "rollout.prompts_per_step=64 must be a multiple of train.updates_per_step=3"),
         ({"rewards.overlong_buffer": 6}, r"rewards.overlong_buffer=6 must be in \[1, rollout.max_tokens=5\]"),
         ({"rollout.group_size": 1}, "group_size=1: loss.advantage=group_mean compares the completions of a prompt"),
+        (
+            {"rollout.group_size": 1, "method": "REINFORCE++"},
+            "group_size=1 has nothing to train: set dyn",
+        ),
         ({"optimizer.warmup": "10"}, "optimizer.warmup='10' must be a number with its unit"),
         ({"reference.every": "2 epochs"}, "reference.every='2 epochs' must be a number with its unit"),
         ({"rewards.parts": "exact,format", "rewards.format": "numbr"}, "rewards.format='numbr': did you mean 'number'"),
