@@ -83,10 +83,11 @@ def value_metrics(old_values: jax.Array, returns: jax.Array, mask: jax.Array) ->
 def explained_variance(
     *, mean_return: float, mean_return_squared: float, mean_error: float, mean_error_squared: float
 ) -> float:
-    """1 − Var(R − V) / Var(R), from means over tokens of R, R², R − V and (R − V)²; 0 if Var(R) <= 1e-12. The result is
-    1 for perfect values V, 0 for constant V, below 0 for values that are worse than a constant."""
+    """1 − Var(R − V) / Var(R), from means over tokens of R, R², R − V and (R − V)²: 1 for perfect values V, 0 for
+    constant V, below 0 for worse values. 0 if Var(R) <= max(1e-12, 1e-5 mean(R²)), which f32 sums do not resolve."""
     variance = mean_return_squared - mean_return**2
-    return 1 - (mean_error_squared - mean_error**2) / variance if variance > 1e-12 else 0.0
+    floor = max(1e-12, 1e-5 * mean_return_squared)
+    return 1 - (mean_error_squared - mean_error**2) / variance if variance > floor else 0.0
 
 
 def _scan_back(x: jax.Array, decay: float, mask: jax.Array, completion_ids: jax.Array | None) -> jax.Array:

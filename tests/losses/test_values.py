@@ -97,6 +97,8 @@ def test_explained_variance_is_that_of_all_tokens_together():
     assert found == pytest.approx(expected, rel=1e-5)  # f32 sums
     constant = dict(mean_return=1.0, mean_return_squared=1.0, mean_error=0.5, mean_error_squared=0.3)
     assert explained_variance(**constant) == 0
+    rounded = dict(mean_return=0.1, mean_return_squared=0.01 + 2e-9, mean_error=0.05, mean_error_squared=0.1)
+    assert explained_variance(**rounded) == 0, "rewards of 0.1, in sums of f32"
 
 
 def test_wrong_numbers_are_refused():
