@@ -91,6 +91,6 @@ def divided(metrics: Mapping[str, tuple[jax.Array, jax.Array]]) -> dict[str, flo
     once, after `merge` has summed over micro-batches: a mean of quotients depends on the split."""
     values = {}
     for name, (total, weight) in jax.device_get(dict(metrics)).items():
-        quotient = float(total) if name.endswith("_max") else float(total) / max(float(weight), 1e-9)
+        quotient = float(total) if name.endswith("_max") else float(total) / (float(weight) or 1e-9)
         values[name] = math.sqrt(quotient) if name.endswith("_share") else quotient
     return values
