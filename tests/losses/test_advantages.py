@@ -175,6 +175,8 @@ def test_what_is_not_counted_changes_no_advantage_and_has_none(name):
     expected = by_definition(name, left)
     np.testing.assert_allclose(found[:3][counted[:3]], np.concatenate(expected), rtol=1e-12)
     assert not found[~counted].any() and not found[3:].any()
+    unknown = np.where(counted, rewards, np.nan)
+    np.testing.assert_array_equal(advantages(name, unknown, counted=counted, **given), found)
     every = np.asarray(advantages(name, rewards, counted=np.ones((5, 5), bool), **given))
     np.testing.assert_allclose(every, advantages(name, rewards, **given), rtol=1e-12)
 
