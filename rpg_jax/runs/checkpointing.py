@@ -35,6 +35,7 @@ from rpg_jax.storage.journal import Journal
 from rpg_jax.training.collect import Collector
 from rpg_jax.training.reference import Reference
 from rpg_jax.training.state import TrainState
+from rpg_jax.types import Count
 
 _SAME = ("optimizer.name", *(f"model.lora.{name}" for name in ("rank", "alpha", "targets", "int8")))
 _OF_ADAPTERS = ("model.compute_dtype", "warm_start.enabled")  # they decide the frozen weights, and where they are kept
@@ -74,8 +75,9 @@ class Parent:
         """Raises ValueError, with the reason, if a branch with this `config` cannot begin with the checkpoint.
 
         The run must be of rpg_jax.train, `train.steps` above the step, and optimizer, adapters, learned advantage,
-        tokenizer and frozen weights the parent's. No array is read: `state` compares the shapes of the arrays.
-        `inputs`: the digests of the branch's inputs, as `experiment.check_inputs` returns them."""
+        tokenizer and frozen weights the parent's. Where steps decide the learning rate, the updates of a step must be
+        too. No array is read: `state` compares the shapes of the arrays. `inputs`: the digests of the branch's inputs,
+        as `experiment.check_inputs` returns them."""
         if not {"stream", "reference"} <= self.record.keys():
             raise ValueError(self._refused("it is no run of rpg_jax.train, and has no position to go on from"))
         if config.train.steps <= self.step:
@@ -94,6 +96,19 @@ class Parent:
         for name, what in _INPUTS.items():
             if name in inputs and self.inputs.get(name, inputs[name]) != inputs[name]:
                 raise ValueError(self._refused(f"{what} another there"))
+        here, there = (fields["train.updates_per_step"] * fields["train.epochs"] for fields in (own, self.config))
+        warmup = Count.parse(own["optimizer.warmup"], "optimizer.warmup")
+        if own["optimizer.schedule"] == "constant":
+            in_steps = warmup.unit == "steps" and warmup.number > min(self.step, self.step * there // here)
+        else:  # no `decay_until` means train.steps
+            until = Count.parse(own["optimizer.decay_until"] or "1 step", "optimizer.decay_until")
+            in_steps = any(count.number and count.unit == "steps" for count in (warmup, until))
+        if here != there and in_steps:
+            reason = (
+                f"train.updates_per_step times train.epochs is {there} there and {here} here, and steps decide the "
+            )
+            fix = "learning rate: give optimizer.warmup and optimizer.decay_until in updates"
+            raise ValueError(self._refused(reason + fix))
 
     def state(self, like: TrainState) -> TrainState:
         """The state in the checkpoint, laid out as the `ShapeDtypeStruct`s of `like`. All processes call together.

@@ -1,5 +1,6 @@
 """A run that begins where another run stood (`run.start_from`) takes over all that a resume takes over."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -126,12 +127,38 @@ def test_a_branch_of_adapters_keeps_the_frozen_weights_of_its_parent(tmp_path):
         ({"model.lora.rank": 2}, "model.lora.rank is 0 there and 2 here"),
         ({"model.num_layers": 3}, "the shapes of the model are another there"),
         ({"method": "PPO"}, "loss.advantage is .* there and 'gae' here"),
+        (
+            {"train.updates_per_step": 1, "optimizer.schedule": "linear"},
+            "is 2 there and 1 here, .*decay_until in updates",
+        ),
+        ({"train.epochs": 2, "optimizer.warmup": "5 steps"}, "times train.epochs is 2 there and 4 here"),
     ],
 )
 def test_a_branch_that_cannot_take_over_its_parent_is_refused_by_name(parent, tmp_path, change, said):
     with pytest.raises(ValueError, match=said):
         trained(tmp_path, "b", **{"run.start_from": f"{parent.folder}@4", "train.steps": 8, **change})
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        ({"optimizer.warmup": "4 steps"}, False),
+        ({"optimizer.warmup": "9 updates"}, False),
+        ({"optimizer.warmup": "5 steps"}, True),
+        ({"optimizer.warmup": "4 steps", "train.updates_per_step": 4}, True),  # 8 updates are 2 of its steps
+        ({"optimizer.schedule": "cosine", "optimizer.decay_until": "12 updates"}, False),
+        ({"optimizer.schedule": "cosine", "optimizer.decay_until": "12 steps"}, True),
+        ({"optimizer.schedule": "cosine", "optimizer.decay_until": "12 steps", "train.updates_per_step": 2}, False),
+        ({"optimizer.schedule": "cosine", "optimizer.decay_until": "12 updates", "optimizer.warmup": "1 step"}, True),
+    ],
+)
+def test_other_updates_in_a_step_need_a_schedule_that_does_not_count_steps(parent, tmp_path, change, refused):
+    config = run_folder.read_config(Path(parent.folder))
+    begun = checkpointing.parent_of(config_files.changed(config, {"run.start_from": f"{parent.folder}@4"}), tmp_path)
+    branch = config_files.changed(config, {"train.steps": 8, "train.updates_per_step": 1, **change})
+    with pytest.raises(ValueError, match="in updates") if refused else contextlib.nullcontext():
+        begun.check(branch, {})
 
 
 def test_a_parent_that_is_not_there_is_refused_with_what_there_is(parent, tmp_path):
