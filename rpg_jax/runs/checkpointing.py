@@ -33,6 +33,7 @@ from rpg_jax.storage.checkpoints import Checkpoints, Snapshots, read_record
 from rpg_jax.storage.files import read_bytes, read_if_there
 from rpg_jax.storage.journal import Journal
 from rpg_jax.training.collect import Collector
+from rpg_jax.training.optimizer import SCHEDULE_FREE
 from rpg_jax.training.reference import Reference
 from rpg_jax.training.state import TrainState
 from rpg_jax.types import Count
@@ -90,6 +91,8 @@ class Parent:
         needed = [*_SAME, *(_OF_ADAPTERS if own["model.lora.rank"] else ())]
         if any(fields["loss.advantage"] in losses.LEARNED_ADVANTAGES for fields in (own, self.config)):
             needed.append("loss.advantage")
+        if own["optimizer.name"] == SCHEDULE_FREE:
+            needed.append("optimizer.b1")  # its average cannot be told from its weights with another
         for name in needed:
             if own[name] != self.config[name]:
                 raise ValueError(self._refused(f"{name} is {self.config[name]!r} there and {own[name]!r} here"))

@@ -1,6 +1,7 @@
 """A run that begins where another run stood (`run.start_from`) takes over all that a resume takes over."""
 
 import contextlib
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -159,6 +160,18 @@ def test_other_updates_in_a_step_need_a_schedule_that_does_not_count_steps(paren
     branch = config_files.changed(config, {"train.steps": 8, "train.updates_per_step": 1, **change})
     with pytest.raises(ValueError, match="in updates") if refused else contextlib.nullcontext():
         begun.check(branch, {})
+
+
+def test_a_branch_of_schedule_free_needs_the_b1_of_its_parent(parent, tmp_path):
+    """Its average is computed with b1 from weights and slots, which the parent made with its own b1."""
+    config = config_files.changed(
+        run_folder.read_config(Path(parent.folder)), {"optimizer.name": "schedule_free_adamw"}
+    )
+    begun = checkpointing.parent_of(config_files.changed(config, {"run.start_from": f"{parent.folder}@4"}), tmp_path)
+    begun = dataclasses.replace(begun, config=run_folder.flat_fields(config))
+    with pytest.raises(ValueError, match="optimizer.b1 is 0.9 there and 0.5 here"):
+        begun.check(config_files.changed(config, {"train.steps": 8, "optimizer.b1": 0.5}), {})
+    begun.check(config_files.changed(config, {"train.steps": 8}), {})
 
 
 def test_a_parent_that_is_not_there_is_refused_with_what_there_is(parent, tmp_path):
