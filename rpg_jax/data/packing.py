@@ -218,7 +218,7 @@ def _first_fit(units: Sequence[_Members], groups: Sequence[Packable], length: in
     """Returns the completions of each row. A unit is completions that follow one prompt. The longest unit comes first.
     Each unit goes into the first row with room. A unit that no row can hold is split, longest completions first."""
     rows: list[_Members] = []
-    room: list[int] = []
+    room = np.empty(sum(map(len, units)), np.int64)  # of each row; a completion begins at most one
 
     def ends(unit: _Members) -> np.ndarray:
         return np.cumsum([len(groups[p].completions[g].tokens) for p, g in unit]) + len(groups[unit[0][0]].prompt)
@@ -227,10 +227,11 @@ def _first_fit(units: Sequence[_Members], groups: Sequence[Packable], length: in
         rest = sorted(unit, key=lambda member: -len(groups[member[0]].completions[member[1]].tokens))
         while rest:
             sizes, count = ends(rest), len(rest)
-            row = next((i for i, left in enumerate(room) if left >= sizes[-1]), len(rows))
+            fits = room[: len(rows)] >= sizes[-1]
+            row = int(fits.argmax()) if fits.any() else len(rows)
             if row == len(rows):
                 rows.append([])
-                room.append(length)
+                room[row] = length
                 count = int(np.searchsorted(sizes, length, side="right"))
             rows[row] += rest[:count]
             room[row] -= int(sizes[count - 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpg_jax.data import RowShape, pack
+from rpg_jax.data import RowShape, pack, rows_needed
 from rpg_jax.types import BRANCH, Completion, Turns
 
 
@@ -251,3 +252,23 @@ def test_the_recorded_experts_of_every_token_are_at_its_place(kind):
         seen += real.sum()
     assert seen >= sum(len(c.tokens) for g in groups for c in g.completions)
     assert batches[0].rows.unrouted.experts is None
+
+
+@settings(deadline=None, max_examples=40)
+@given(sizes=st.lists(st.integers(1, 23), min_size=1, max_size=60))
+def test_each_completion_goes_into_the_first_row_with_room_longest_first(sizes):
+    packed = pack([group([7], [3] * size) for size in sizes], RowShape(100, 24, 24, packed=True))
+    room: list[int] = []
+    for size in sorted(sizes, reverse=True):
+        row = next((i for i, left in enumerate(room) if left >= size + 1), len(room))
+        room[row:] = room[row:] or [24]
+        room[row] -= size + 1
+    used = (packed.batches[0].rows.segment_ids > 0).sum(axis=1)
+    assert used[used > 0].tolist() == [24 - left for left in room]
+
+
+def test_many_rows_are_found_in_seconds():
+    began = time.process_time()
+    examples = [group([7], [3] * 4)] * 16_000
+    assert rows_needed(examples, RowShape(1, 8, 8, packed=True)) == len(examples), "no two fit into a row"
+    assert time.process_time() - began < 3
