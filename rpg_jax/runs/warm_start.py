@@ -25,11 +25,12 @@ from rpg_jax import losses, models, storage
 from rpg_jax.environments.environment import NOTHING, Handed
 from rpg_jax.parallel import hosts
 from rpg_jax.report.progress import Progress
-from rpg_jax.rewards import Scorer
+from rpg_jax.rewards import JUDGE, Scorer
 from rpg_jax.rollout import Rollout
 from rpg_jax.runs.experiment import Experiment, code_digests, files_digest, input_digests, make_generator, make_rollout
 from rpg_jax.runs.layout import Layout
 from rpg_jax.runs.learner import init_params
+from rpg_jax.runs.resolve import reward_arguments
 from rpg_jax.runs.supervised import Demonstrations, several, supervised_config, supervised_learner, tell_cuts
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.storage.integrity import Refused
@@ -183,9 +184,9 @@ def home(config: ConfigDict) -> epath.Path:
 
 def cache_key(config: ConfigDict, read: Mapping[str, str], handed: Handed = NOTHING) -> str:
     """12 hexadecimal digits: a hash of what a warm start depends on. This is the model, the task, the settings and the
-    seed of `warm_start`, the evaluation, the row length, the rewards, the environment, and `read`, the digests of
-    problems, tokenizer and weights. A reward in `handed` counts by its source. The places of these inputs do not count.
-    `config` comes from `supervised_config`."""
+    seed of `warm_start`, the evaluation, the row length, the rewards and their judge, the environment, and `read`, the
+    digests of problems, tokenizer and weights. A reward in `handed` counts by its source. The places of these inputs do
+    not count. `config` comes from `supervised_config`."""
     parts = {"model": config.model.to_dict(), "task": config.task.to_dict(), "warm_start": config.warm_start.to_dict()}
     parts |= {"max_tokens": config.rollout.max_tokens, "evaluation": config.evaluation.to_dict()}
     parts |= {"packed_length": config.train.packed_length, "read": dict(read)}
@@ -195,6 +196,8 @@ def cache_key(config: ConfigDict, read: Mapping[str, str], handed: Handed = NOTH
     r = config.rewards  # rewards decide the accuracy at which a warm start stops
     if (judged := [r.parts or "exact", r.accuracy, r.right_above]) != ["exact", None, None]:
         parts["rewards"] = [*judged, code_digests(config, handed)]
+    if judge := reward_arguments(config)[1].get(JUDGE):
+        parts["judge"] = {k: v for k, v in judge.items() if k not in ("url", "parallel", "deadline_seconds")}
     apart = {
         "warm_start": ["dir", "max_tokens", "train", "enabled"],
         "evaluation": ["every", "drift"],

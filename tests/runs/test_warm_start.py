@@ -222,3 +222,17 @@ def test_a_reward_that_was_handed_over_counts_by_its_source():
     supervised = supervised_config(config)
     keys = [cache_key(supervised, {}, {"__main__:reward": reward}) for reward in (first, second, first)]
     assert keys[0] == keys[2] != keys[1]
+
+
+def test_what_a_judge_is_asked_is_in_the_name_and_not_its_place():
+    def key_of(parts="judge", **judge):
+        config = config_of(6, None)
+        with config.unlocked():
+            config.rewards.parts, config.rewards.right_above = parts, 0.5
+            config.judge.update(judge)
+        return cache_key(supervised_config(config), {})
+
+    asked = [{}, {"model": "other"}, {"prompt": "Grade {completion}"}, {"scale": 5.0}, {"kind": "score"}]
+    assert len({key_of(**judge) for judge in asked}) == 5
+    assert key_of() == key_of(url="http://here:1/v1", parallel=2, deadline_seconds=9.0)
+    assert key_of("exact") == key_of("exact", model="other")
