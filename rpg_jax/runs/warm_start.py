@@ -33,6 +33,7 @@ from rpg_jax.runs.learner import init_params
 from rpg_jax.runs.resolve import reward_arguments
 from rpg_jax.runs.supervised import Demonstrations, several, supervised_config, supervised_learner, tell_cuts
 from rpg_jax.storage.checkpoints import Snapshots
+from rpg_jax.storage.errors import StorageFailure
 from rpg_jax.storage.integrity import Refused
 from rpg_jax.training.state import TrainState
 
@@ -41,9 +42,9 @@ CHECKED = 96  # completions of a check
 
 def warm_started(experiment: Experiment, params: Any, rollout: Rollout, scorer: Scorer, run_dir: Path) -> Any:
     """Weights after supervised training: from the shared folder `home`/`cache_key`, or trained now from `params`, which
-    stay valid, and put there with the tokenizer that `run_dir` may keep. If an accuracy ends the training, `scorer` and
-    `rollout`, which gets other weights, measure the accuracy. Collective. Raises ValueError if there are no
-    demonstrations, or no check finds an accuracy in the range."""
+    stay valid, and put there with the tokenizer that `run_dir` may keep; a line says if that fails. If an accuracy ends
+    the training, `scorer` and `rollout`, which gets other weights, measure the accuracy. Collective. Raises ValueError
+    if there are no demonstrations, or no check finds an accuracy in the range."""
     layout = dataclasses.replace(experiment.layout, config=supervised_config(experiment.config))
     own_rollout = layout.config.rollout.max_tokens != experiment.config.rollout.max_tokens
     e = dataclasses.replace(experiment, layout=layout)
@@ -65,8 +66,14 @@ def warm_started(experiment: Experiment, params: Any, rollout: Rollout, scorer: 
     params = _train(e, batches, params, rollout, scorer)
     if own_rollout:
         rollout.close()
-    cache.save(0, params)
-    cache.wait()
+    try:
+        cache.save(0, params)
+        cache.wait()
+    except StorageFailure as error:  # as where two runs write it at once
+        if jax.process_count() > 1:  # the other processes may wait inside the save
+            raise
+        print(f"warm start not kept for other runs: {error.what}: {error.reason}", file=sys.stderr)
+        return params
     if hosts.is_first() and (run_dir / "tokenizer.model").exists():
         (folder / "tokenizer.model").write_bytes((run_dir / "tokenizer.model").read_bytes())
     return params

@@ -1,5 +1,6 @@
 """Warm starts are shared by every run that would train the same one; their batches hold every demonstration."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -12,12 +13,14 @@ import pytest
 from configs import tiny
 from rpg_jax import data
 from rpg_jax.data import Problem
+from rpg_jax.runs import warm_start
 from rpg_jax.runs.experiment import make_scorer, open_experiment
 from rpg_jax.runs.learner import init_params
 from rpg_jax.runs.problems import Task
 from rpg_jax.runs.resolve import resolve
 from rpg_jax.runs.supervised import Demonstrations, examples_of, packed, supervised_config, tell_cuts
 from rpg_jax.runs.warm_start import cache_key, warm_started
+from rpg_jax.storage.errors import StorageFailure
 from tests.end_to_end import micro
 
 
@@ -192,6 +195,24 @@ def test_runs_of_two_limits_start_from_the_same_weights(tmp_path, capsys):
     assert len(list((tmp_path / "warm").iterdir())) == 1
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("processes", "goes_on"), [(1, True), (2, False)])
+def test_a_run_goes_on_with_its_warm_start_if_another_run_writes_the_same(
+    tmp_path, monkeypatch, capsys, processes, goes_on
+):
+    e = open_experiment(config_of(6, None, tmp_path / "warm"), tmp_path)
+    monkeypatch.setattr(warm_start, "_train", lambda *arguments: {"w": jax.numpy.ones(2)})
+
+    def taken(self, path, *arguments, **how):
+        (path.parent / f"{path.name}.orbax-checkpoint-tmp").mkdir(parents=True)
+        monkeypatch.setattr(jax, "process_count", lambda: processes)
+        raise FileExistsError(17, "File exists", f"{path}.orbax-checkpoint-tmp")
+
+    monkeypatch.setattr(warm_start.Snapshots("/nowhere")._checkpointer.__class__, "save", taken)
+    with contextlib.nullcontext() if goes_on else pytest.raises(StorageFailure, match="File exists"):
+        assert warm_started(e, {}, None, None, tmp_path)["w"].tolist() == [1, 1]
+        assert "warm start not kept for other runs: /" in capsys.readouterr().err
 
 
 def test_another_reward_is_another_warm_start(tmp_path, monkeypatch):
