@@ -71,7 +71,7 @@ def make_trainer(
     closing: contextlib.ExitStack,
 ) -> tuple[_SupervisedTrainer, Any]:
     """(the trainer of a run, its first weights: random, loaded, or zeros for a run that resumes). Tokenizes all
-    demonstrations to count the updates, and says on stderr how many demonstrations are cut. `closing` ends the rollout
+    demonstrations to check them, and says on stderr how many of them are cut. `closing` ends the rollout
     and the scorer of evaluations. `folder` is not used. Raises ValueError if there is no demonstration."""
     tell_cuts(experiment)
     guard = Guard(math.inf, remedy="lower warm_start.learning_rate")
@@ -166,14 +166,9 @@ def supervised_config(config: ConfigDict) -> ConfigDict:
     with own.unlocked():
         c.enabled = True
         own.rollout.max_tokens = c.max_tokens or config.rollout.max_tokens
-        own.optimizer.name, own.optimizer.learning_rate, own.optimizer.warmup = (
-            "adamw",
-            c.learning_rate,
-            f"{WARMUP} updates",
-        )
-        own.optimizer.b1, own.optimizer.b2, own.optimizer.eps = 0.9, 0.999, 1e-8
-        own.optimizer.weight_decay, own.optimizer.max_grad_norm, own.optimizer.decayed = 0.0, 1.0, "all"
-        own.optimizer.schedule, own.optimizer.final_rate, own.optimizer.decay_until = "constant", 0.0, None
+        own.optimizer.update(name="adamw", learning_rate=c.learning_rate, warmup=f"{WARMUP} updates", b1=0.9, b2=0.999)
+        own.optimizer.update(eps=1e-8, weight_decay=0.0, max_grad_norm=1.0, decayed="all")
+        own.optimizer.update(schedule="constant", final_rate=0.0, decay_until=None)
         if config.loss.advantage in losses.LEARNED_ADVANTAGES:
             own.loss.advantage = NO_BASELINE
     return own.lock()
@@ -192,26 +187,28 @@ def supervised_learner(e: Experiment, updates: int | None = None) -> tuple[Learn
 
 
 def tell_cuts(e: Experiment) -> None:
-    """Says on stderr how many demonstrations lose their end to `rollout.max_tokens`; says nothing if none does."""
-    limit, observations = e.config.rollout.max_tokens, Observations(e.tokenizer, thinking=e.config.task.thinking)
-    lengths = [
-        len(_imitated(shown, e.tokenizer, observations).tokens) for _, shown in e.task.examples(e.task.to_imitate)
-    ]
+    """Says on stderr how many demonstrations lose their end to `rollout.max_tokens`; nothing if none does. Raises
+    ValueError as `examples_of`."""
+    limit, given = e.config.rollout.max_tokens, e.task.to_imitate
+    parts = (examples_of(e, given[i : i + 256], cut=False) for i in range(0, len(given), 256))
+    lengths = [len(example.completions[0].tokens) for part in parts for example in part]
     longer = sum(length > limit for length in lengths)
     if longer and hosts.is_first():
         cut = f"{longer} of {len(lengths)} demonstrations are cut to {limit} tokens, the longest has {max(lengths)}"
         print(f"{cut}: raise warm_start.max_tokens", file=sys.stderr)
 
 
-def examples_of(e: Experiment, problems: Sequence[data.Problem]) -> list[data.Example]:
+def examples_of(e: Experiment, problems: Sequence[data.Problem], *, cut: bool = True) -> list[data.Example]:
     """The demonstrations of problems as tokens, an example each: the last `task.max_prompt_tokens` tokens of the prompt
-    as the policy sees it, and the first `rollout.max_tokens` tokens of the completion to imitate. Raises ValueError if
-    the tokenizer gives a token that the model does not have."""
+    as the policy sees it, and the first `rollout.max_tokens` (without `cut` all) tokens of the completion to imitate.
+    Raises ValueError if a prompt is empty, or the tokenizer gives a token that the model does not have."""
     c, found = e.config, []
     observations = Observations(e.tokenizer, thinking=c.task.thinking)
     for problem, shown in e.task.examples(problems):
         prompt = data.encode_prompt(problem, e.tokenizer, thinking=c.task.thinking)[-c.task.max_prompt_tokens :]
-        imitated = _imitated(shown, e.tokenizer, observations, c.rollout.max_tokens)
+        if not len(prompt):
+            raise ValueError(f"problem {problem.prompt_id} has an empty prompt: nothing predicts the first token")
+        imitated = _imitated(shown, e.tokenizer, observations, c.rollout.max_tokens if cut else None)
         if (largest := max(prompt.max(initial=0), imitated.tokens.max(initial=0))) >= e.layout.model.vocab_size:
             text = e.tokenizer.decode([int(largest)]) or "a special token"
             size = f"the model has {e.layout.model.vocab_size}"
@@ -299,9 +296,10 @@ class Demonstrations:
 
     def count(self) -> int:
         """The number of updates of all passes. Call it on a new object: it uses the batches up. Needs `epochs`."""
-        each = self._shape.rows * self._together
-        batches = (examples_of(self._e, problems) for problems in iter(self._next_problems, []))
-        return sum(-(-data.rows_needed(examples, self._shape) // each) for examples in batches)
+        each, drawn = self._shape.rows * self._together, iter(self._next_problems, [])
+        if not self._shape.packed:  # a demonstration is a row, whatever its tokens are
+            return sum(-(-len(self._e.task.examples(problems)) // each) for problems in drawn)
+        return sum(-(-data.rows_needed(examples_of(self._e, one), self._shape) // each) for one in drawn)
 
     def state(self) -> dict[str, Any]:
         """The position after the batches that were taken, as a dict that JSON can hold, for `restore`."""

@@ -162,6 +162,23 @@ def test_passes_end_exactly_and_their_updates_are_known_before(train):
     assert all(len(texts_of(batch)) == 2 for batch in batches[:-1])
 
 
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize("microbatch_size", [None, 1, 3])
+def test_updates_are_counted_without_tokenizing_where_a_demonstration_is_a_row(size, epochs, microbatch_size):
+    for rows in range(1, 10):
+        e = experiment_of(PROBLEMS[:rows], microbatch_size=microbatch_size)
+        e.config.warm_start.batch_size = size
+        found = sum(1 for _ in Demonstrations(e, epochs))
+        e.tokenizer.encode = None
+        assert Demonstrations(e, epochs).count() == found
+
+
+def test_an_empty_prompt_is_named_before_it_trains():
+    with pytest.raises(ValueError, match="problem 7 has an empty prompt"):
+        tell_cuts(experiment_of([Problem(7, "", "", "test", demonstrations=("1",))]))
+
+
 @pytest.mark.parametrize("done", [0, 1, 7, 8, 11])
 def test_a_position_continues_with_the_next_batch(done):
     experiment = experiment_of(PROBLEMS, packed_length=16)
