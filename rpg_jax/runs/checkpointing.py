@@ -100,12 +100,10 @@ class Parent:
             if name in inputs and self.inputs.get(name, inputs[name]) != inputs[name]:
                 raise ValueError(self._refused(f"{what} another there"))
         here, there = (fields["train.updates_per_step"] * fields["train.epochs"] for fields in (own, self.config))
-        warmup = Count.parse(own["optimizer.warmup"], "optimizer.warmup")
-        if own["optimizer.schedule"] == "constant":
-            in_steps = warmup.unit == "steps" and warmup.number > min(self.step, self.step * there // here)
-        else:  # no `decay_until` means train.steps
-            until = Count.parse(own["optimizer.decay_until"] or "1 step", "optimizer.decay_until")
-            in_steps = any(count.number and count.unit == "steps" for count in (warmup, until))
+        warmup, falls = Count.parse(own["optimizer.warmup"]), own["optimizer.schedule"] != "constant"
+        begun = 0 if falls else min(self.step, self.step * there // here)  # steps that both counts have behind them
+        in_steps = falls and "step" in (own["optimizer.decay_until"] or "train.steps")
+        in_steps |= warmup.unit == "steps" and warmup.number > begun
         if here != there and in_steps:
             reason = (
                 f"train.updates_per_step times train.epochs is {there} there and {here} here, and steps decide the "

@@ -210,11 +210,9 @@ def examples_of(e: Experiment, problems: Sequence[data.Problem], *, cut: bool = 
             raise ValueError(f"problem {problem.prompt_id} has an empty prompt: nothing predicts the first token")
         imitated = _imitated(shown, e.tokenizer, observations, c.rollout.max_tokens if cut else None)
         if (largest := max(prompt.max(initial=0), imitated.tokens.max(initial=0))) >= e.layout.model.vocab_size:
-            text = e.tokenizer.decode([int(largest)]) or "a special token"
-            size = f"the model has {e.layout.model.vocab_size}"
-            raise ValueError(
-                f"the tokenizer gives token {largest}, {text!r}, and {size}: take the model's own tokenizer"
-            )
+            text, size = e.tokenizer.decode([int(largest)]) or "a special token", e.layout.model.vocab_size
+            reason = f"the tokenizer gives token {largest}, {text!r}, and the model has {size}"
+            raise ValueError(f"{reason}: take the model's own tokenizer")
         found.append(data.Example(prompt, [imitated]))
     return found
 
