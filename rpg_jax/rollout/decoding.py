@@ -145,7 +145,8 @@ def sample(
       min_p: f32[S] in [0, 1]; 0 is off.
 
     Returns:
-      (tokens i32[S], log-probabilities f32[S] in nats of the renormalised distribution; 0 where temperature is 0).
+      (tokens i32[S], log-probabilities f32[S] in nats of the renormalised distribution; 0 where temperature is 0, but
+      NaN where all logits are NaN).
     """
     greedy = temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
@@ -161,9 +162,9 @@ def sample(
 
 def _draw(logits: jax.Array, keys: jax.Array, greedy: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns a token i32[S] of each row of `logits`, -inf at cut tokens, and its log-probability f32[S]: the most
-    probable token and 0 where `greedy`. Elsewhere, Gumbel-max draws a block of the vocabulary by its mass, then a token
-    within the block. This is exact and takes about 2·√V random numbers a slot; V random numbers would cost more than
-    the head's matrix product at V = 151,936."""
+    probable token and 0 or NaN where `greedy`. Elsewhere, Gumbel-max draws a block of the vocabulary by its mass, then
+    a token within the block. This is exact and takes about 2·√V random numbers a slot; V random numbers would cost more
+    than the head's matrix product at V = 151,936."""
     slots, vocabulary = logits.shape
     width = 1 << (max(vocabulary - 1, 1).bit_length() + 1) // 2
     blocks = -(-vocabulary // width)
@@ -182,7 +183,7 @@ def _draw(logits: jax.Array, keys: jax.Array, greedy: jax.Array) -> tuple[jax.Ar
     within = jnp.take_along_axis(tiled, block[:, None, None], axis=1)[:, 0]
     offset = pick(within, within, blocks)
     logprob = jnp.take_along_axis(within, offset[:, None], axis=1)[:, 0] - jax.nn.logsumexp(mass, axis=-1)
-    return block * width + offset, jnp.where(greedy, 0.0, jnp.minimum(logprob, 0.0))
+    return block * width + offset, jnp.where(greedy & ~jnp.isnan(logprob), 0.0, jnp.minimum(logprob, 0.0))
 
 
 def _smallest_kept(logits: jax.Array, top_p: jax.Array, top_k: jax.Array, min_p: jax.Array) -> jax.Array:

@@ -101,6 +101,14 @@ def test_temperature_zero_takes_the_first_of_the_largest_with_log_probability_ze
     assert logprobs.tolist() == [0.0] * 5
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_numbers_show_in_the_log_probability(temperature):
+    logits = random_logits((3, 70))
+    logits[0], logits[1, 40] = np.nan, np.inf
+    _, logprobs = draw(jnp.asarray(logits), keys(3), *parameters(3, temperature=temperature))
+    assert np.isnan(logprobs).tolist() == [True, True, False]
+
+
 def test_slots_with_different_parameters_do_not_touch_each_other():
     n, logits = 6, jnp.asarray(random_logits((6, 40)))
     mixed = (
