@@ -9,13 +9,17 @@ import threading
 import time
 from concurrent import futures
 from dataclasses import replace
+from unittest.mock import Mock
 
 import jax
+import numpy as np
 import pytest
 
 from rpg_jax.rollout import RolloutError
 from rpg_jax.rollout.jetstream import adapter
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
+from rpg_jax.rollout.request import Row
+from rpg_jax.rollout.schedule import Chunk
 
 
 @pytest.fixture
@@ -164,6 +168,25 @@ def test_weights_changed_under_a_running_rollout_are_an_error(sampler, model, wo
         with pytest.raises(RolloutError, match="mix two policies"):
             sampler.generate(work)
     sampler.sync_weights(params, 0)
+
+
+def test_requests_that_clients_have_closed_hold_up_the_next_by_the_smallest_prefills_only(
+    sampler, work, expected, is_same, monkeypatch
+):
+    shapes, prefill = [], sampler.engine.prefill
+
+    def counted(*, tokens, lengths):
+        shapes.append(tokens.shape)
+        return prefill(tokens=tokens, lengths=lengths)
+
+    monkeypatch.setattr(sampler.engine, "prefill", counted)
+    driver, channel = sampler.driver(), Mock()
+    for i in range(6):
+        rows = [Row(np.ones(20, np.int32), (0, 0, i, j), work.sampling, cancelled=True, prompt_row=j) for j in (0, 1)]
+        driver.submit([Chunk(np.ones((2, 32), np.int32), np.full(2, 20, np.int32), rows)], channel)
+        driver.retire(channel)
+    assert is_same(sampler.generate(work), expected)
+    assert shapes[:6] == [(1, 16)] * 6
 
 
 def test_a_dropped_rollout_stops_its_threads(build, work):
