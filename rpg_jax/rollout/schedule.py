@@ -66,14 +66,15 @@ def plan(engine: DecodeEngine, request: Request) -> tuple[list[list[Row]], list[
     decoding = engine.decoding
     request.check_fits(capacity=decoding.capacity, vocab_size=engine.config.vocab_size)
     groups = [request.rows(place) for place in range(len(request.prompts))]
-    prompts, pending = request.prompts, list(request.order)
-    buckets = {i: prompt_bucket(len(prompts[i]), decoding.capacity) for i in pending}
+    prompts, batches, last = request.prompts, list[tuple[int, list[int]]](), dict[int, list[int]]()
+    for i in request.order:
+        width = prompt_bucket(len(prompts[i]), decoding.capacity)
+        if len(last.get(width, ())) in (0, prompts_per_prefill(width, decoding.prefill_tokens)):
+            last[width] = []
+            batches.append((width, last[width]))
+        last[width].append(i)
     chunks = []
-    while pending:
-        width = buckets[pending[0]]
-        most = prompts_per_prefill(width, decoding.prefill_tokens)
-        together = [i for i in pending if buckets[i] == width][:most]
-        pending = [i for i in pending if i not in together]
+    for width, together in batches:
         height = power_of_two(len(together))
         tokens, lengths = np.zeros((height, width), np.int32), np.ones(height, np.int32)
         for row, i in enumerate(together):
