@@ -286,7 +286,10 @@ def checked(layout: Layout) -> Layout:
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / jax.local_device_count()
     available = layout.device_memory or (machine if jax.default_backend() == "cpu" else math.inf)
     learner, decoding = make_learner(layout), make_decoding(layout)
-    needed = {"training": peak(layout, learner, decoding), "sampling": resident(layout, learner, decoding)["prefill"]}
+    needed = {"training": peak(layout, learner, decoding)}
+    if not rollout.find_driver(layout.config.rollout.driver).remote:
+        weights = bytes_on_a_device(decoding_params(layout, decoding))  # arguments of the program
+        needed["sampling"] = resident(layout, learner, decoding)["prefill"] + weights
     name = max(needed, key=lambda key: needed[key])
     if needed[name] > available:
         c = layout.config

@@ -91,6 +91,26 @@ def test_devices_that_only_sample_hold_no_optimizer():
     assert decoding.slots == 4 * int((30 * GIB - WEIGHTS / 2) / (TOKEN * 10_240 + 16 * 151_936 * 4) // 4 * 4) == 64
 
 
+@pytest.mark.parametrize(
+    ("devices", "slots", "fits"), [(4, 165, False), (4, 140, True), (0, 158, False), (0, 135, True)]
+)
+def test_sampling_needs_its_weights_beside_the_cache_on_devices_of_its_own_or_not(devices, slots, fits):
+    size = "Qwen3-8B" if devices else "Qwen3-4B"
+    changes = {"model.path": None, "model.size": size, "rollout.tensor": 1, "rollout.devices": devices}
+    config = config_files.changed(qwen3_4b_2k.get_config(), {**changes, "rollout.slots": slots, "mesh.fsdp": -1})
+    layout = memory.with_micro_batch(make_layout(resolve(config), 151_936, device_memory=95 * GIB))
+    learner, decoding = make_learner(layout), make_decoding(layout)
+    assert memory.peak(layout, learner, decoding) < 95 * GIB
+    if fits:
+        assert memory.checked(layout) is layout
+    else:
+        assert memory.resident(layout, learner, decoding)["prefill"] < 95 * GIB, "too much with its arguments only"
+        with pytest.raises(ValueError, match="sampling needs .* GiB or more"):
+            memory.checked(layout)
+        served = config_files.changed(layout.config, {"rollout.driver": "servers"})
+        assert memory.checked(dataclasses.replace(layout, config=served)), "servers have this memory"
+
+
 def test_devices_that_only_sample_need_no_memory_for_the_trainer():
     config = resolve(qwen3_4b_2k.get_config())
     config.rollout.devices = 4
