@@ -304,9 +304,8 @@ def checked(layout: Layout) -> Layout:
 def peak(layout: Layout, learner: Learner, decoding: Decoding) -> float:
     """Bytes on a device at the peak of training: the largest program with all that stays beside it. The rollout's
     weights and a resident reference count, and the decode state where sampling runs ahead on the same devices."""
-    c, held = layout.config.rollout, resident(layout, learner, decoding)
-    beside = cache_bytes(layout, decoding) if c.max_staleness and not c.devices else 0.0
-    return beside + max(held[name] + own for name, own in own_peaks(layout).items())
+    held = resident(layout, learner, decoding)
+    return max(held[name] + own for name, own in own_peaks(layout).items())
 
 
 def own_peaks(layout: Layout) -> dict[str, float]:
@@ -335,10 +334,11 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
 
     The programs are those of `own_peaks`, "baseline", "prefill" and "decode". The optimizer's state and frozen weights
     count where they are no arguments. A copy of the weights for decoding, and the arrays of a step's completions, stay
-    while the trainer works; the cache, during "prefill". The reference's weights are there during "log-probs" if it may
-    differ from the policy, and during updates that sum the KL over the vocabulary. With `reference.resident`, and for a
-    teacher, these weights always stay, unless `offload` names the reference. Devices that only sample hold nothing of
-    the trainer's; a copy for them waits on the trainer's devices to be moved."""
+    while the trainer works; the cache, during "prefill", and during training if sampling runs ahead on these devices.
+    The reference's weights are there during "log-probs" if it may differ from the policy, and during updates that sum
+    the KL over the vocabulary. With `reference.resident`, and for a teacher, these weights always stay, unless
+    `offload` names the reference. Devices that only sample hold nothing of the trainer's; a copy for them waits on the
+    trainer's devices to be moved."""
     c, shape = layout.config, row_shape(layout.config)
     weights = bytes_on_a_device(layout.abstract_trained)
     frozen = 0 if layout.abstract_base is None else bytes_on_a_device(layout.abstract_base)
@@ -348,6 +348,7 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
     cache = cache_bytes(layout, decoding)
     row = 4 * (3 * shape.length + 8 * shape.completion_length)
     training = own + c.rollout.prompts_per_step * c.rollout.group_size * row / layout.mesh.size
+    training += cache if c.rollout.max_staleness and not c.rollout.devices else 0.0
     stays = _resident_reference(layout)
     read = _reference_bytes(layout)
     other = read if stays or reference_differs(c) else 0

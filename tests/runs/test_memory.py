@@ -205,6 +205,9 @@ def test_sampling_ahead_on_the_same_devices_leaves_less_for_training():
     cache = memory.cache_bytes(alone, decoding)
     difference = memory.peak(ahead, learner, decoding) - memory.peak(alone, learner, decoding)
     assert difference == pytest.approx(cache) and cache > GIB / 4
+    held = [memory.resident(layout, learner, decoding) for layout in (ahead, alone)]
+    assert held[0]["update"] - held[1]["update"] == pytest.approx(cache), "plans read this"
+    assert held[0]["prefill"] == held[1]["prefill"]
     sizes = [memory.with_micro_batch(layout).config.train.microbatch_size for layout in (alone, ahead)]
     assert sizes[0] > sizes[1] >= 8
 
