@@ -62,6 +62,7 @@ def test_one_prompt_has_a_list_of_its_own_messages_are_a_prompt_and_chat_gives_t
     pieces = list(policy.chat(asked, seed=3))
     assert "".join(pieces) == one.text and len(pieces) > 1
     rollouts = dict(policy._rollouts)
+    assert len(rollouts) > 1 and len({id(one.weights) for one in rollouts.values()}) == 1  # a cast copy is there once
     policy.sample("5+6=")
     assert rollouts == policy._rollouts and min(rollouts)[0] <= jax.device_count()  # nothing is compiled again
     with pytest.raises(ValueError, match='messages {"role": "user", "content": "…"}, got {.content'):

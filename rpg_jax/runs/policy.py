@@ -21,6 +21,7 @@ from rpg_jax.models import lora
 from rpg_jax.rollout import Request
 from rpg_jax.rollout.decoding import capacity, power_of_two
 from rpg_jax.rollout.drivers import LockstepRollout
+from rpg_jax.rollout.engine import DecodeEngine
 from rpg_jax.runs import cli, config_files, run_folder
 from rpg_jax.runs.experiment import Experiment, check_inputs, make_rollout, open_experiment
 from rpg_jax.runs.layout import Layout, shares_prompts
@@ -194,7 +195,7 @@ class Policy:
 
     def _rollout(self, rows: int, length: int) -> LockstepRollout:
         """A rollout with room for `rows` completions of `length` tokens, prompts included. Calls that need equal room
-        share one rollout. A single completion is decoded token by token, so that `chat` shows each token at once."""
+        share a rollout, and all share the weights. A single completion is decoded token by token: `chat` shows each."""
         c, layout = self.experiment.config, self.experiment.layout
         most = capacity(c.task.max_prompt_tokens, c.rollout.max_tokens)
         decoding = dataclasses.replace(make_decoding(layout), capacity=min(power_of_two(length), most))
@@ -207,9 +208,9 @@ class Policy:
             decoding = dataclasses.replace(decoding, steps_per_dispatch=1)
         key = (decoding.slots, decoding.capacity, decoding.steps_per_dispatch)
         if key not in self._rollouts:
-            made = make_rollout(layout, self.params, decoding=decoding)
-            assert isinstance(made, LockstepRollout), "it was asked for"
-            self._rollouts[key] = made
+            first = next(iter(self._rollouts.values()), None) or make_rollout(layout, self.params, decoding=decoding)
+            engine = DecodeEngine(layout.model, layout.graphdef, first.weights, decoding)
+            self._rollouts[key] = LockstepRollout(engine)
         return self._rollouts[key]
 
     @functools.cached_property
