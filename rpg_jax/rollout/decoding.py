@@ -145,8 +145,7 @@ def sample(
       min_p: f32[S] in [0, 1]; 0 is off.
 
     Returns:
-      (tokens i32[S], log-probabilities f32[S] in nats of the renormalised distribution; 0 where temperature is 0, but
-      NaN where all logits are NaN).
+      (tokens i32[S], log-probabilities f32[S] in nats, renormalised; 0 where temperature is 0, NaN where logits are).
     """
     greedy = temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]

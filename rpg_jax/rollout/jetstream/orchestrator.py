@@ -145,9 +145,8 @@ class GuardedDriver(orchestrator.Driver):
     def _process_prefill_content(self, request, tokenizer, is_bos, max_prefill_length):
         """Returns the tokens and lengths of the request's `Chunk`, which is padded and needs no BOS in front."""
         chunk = request.prefill_content
-        if all(row.cancelled for row in chunk.rows):  # nobody reads the prefix, and the schedule drops the rows
-            return chunk.tokens[:1, :16], chunk.lengths[:1].clip(max=16)
-        return chunk.tokens, chunk.lengths
+        over = all(row.cancelled for row in chunk.rows)  # then nobody reads the prefix: the schedule drops the rows
+        return (chunk.tokens[:1, :16], chunk.lengths[:1].clip(max=16)) if over else (chunk.tokens, chunk.lengths)
 
     def _take(self, source: queue.Queue) -> Any:
         """Waits for an item of `source` and returns it. Raises _Stopped if the item is None or the driver ends."""
