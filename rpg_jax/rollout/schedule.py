@@ -3,7 +3,7 @@
 import concurrent.futures
 import dataclasses
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -66,15 +66,13 @@ def plan(engine: DecodeEngine, request: Request) -> tuple[list[list[Row]], list[
     decoding = engine.decoding
     request.check_fits(capacity=decoding.capacity, vocab_size=engine.config.vocab_size)
     groups = [request.rows(place) for place in range(len(request.prompts))]
-    prompts, batches, last = request.prompts, list[tuple[int, list[int]]](), dict[int, list[int]]()
+    prompts, batches, before = request.prompts, dict[tuple[int, int], list[int]](), Counter[int]()
     for i in request.order:
         width = prompt_bucket(len(prompts[i]), decoding.capacity)
-        if len(last.get(width, ())) in (0, prompts_per_prefill(width, decoding.prefill_tokens)):
-            last[width] = []
-            batches.append((width, last[width]))
-        last[width].append(i)
+        batches.setdefault((width, before[width] // prompts_per_prefill(width, decoding.prefill_tokens)), []).append(i)
+        before[width] += 1
     chunks = []
-    for width, together in batches:
+    for (width, _), together in batches.items():
         height = power_of_two(len(together))
         tokens, lengths = np.zeros((height, width), np.int32), np.ones(height, np.int32)
         for row, i in enumerate(together):
