@@ -303,11 +303,11 @@ class Balance:
                 task.add_done_callback(self._watching.discard)
 
     async def _watch(self, server: Server) -> None:
-        """Asks a server for its health while the server rests, and while it is silent during calls. Good health ends
-        the rest. If a silent server does not answer, its calls are broken off. A server that is gone is watched until
-        its last call has ended, because a machine that vanishes closes no connection."""
+        """Asks a server for its health while the server rests, and when it is silent during calls or with weights. Good
+        health ends the rest. If a silent server does not answer, it fails and its calls are broken off. A server that
+        is gone is watched until its last call has ended, because a machine that vanishes closes no connection."""
         while server.calls or not server.gone:
-            begun, rests = time.monotonic(), server.resting
+            begun, rests, idle = time.monotonic(), server.resting, not server.calls
             if not server.is_due(_QUIET_SECONDS, begun):
                 await asyncio.sleep(server.rest / 4)
                 continue
@@ -320,7 +320,7 @@ class Balance:
                 how = error
             if rests:
                 server.note_health(how, time.monotonic())
-            elif how is not None and server.heard < begun:
+            elif how is not None and (idle or server.heard < begun):
                 self._fail(server, how, begun)
                 server.caller.break_off()
             server.heard = time.monotonic()

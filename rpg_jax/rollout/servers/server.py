@@ -141,9 +141,9 @@ class Server:
         return now >= self.until and self.calls < (int(self.limit) if self.label == label else 1)
 
     def is_due(self, quiet: float, now: float) -> bool:
-        """Whether to ask for the server's health at the time `now`: at the end of a rest, or if calls are under way and
-        nothing was heard of the server for `quiet` seconds."""
-        return now >= self.until if self.resting else self.calls > 0 and now - self.heard >= quiet
+        """Whether to ask for the server's health at the time `now`: at the end of a rest, or if nothing was heard for
+        `quiet` seconds of a server that has calls or weights: another process in its place would have other weights."""
+        return now >= self.until if self.resting else bool(self.calls or self.label) and now - self.heard >= quiet
 
     def note_answer(self) -> None:
         """Notes that a call was answered: sets `failures` to 0, and raises `limit`, to `most` at most."""

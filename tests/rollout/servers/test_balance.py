@@ -87,6 +87,18 @@ def test_a_server_that_falls_silent_midway_is_found_by_its_health_and_its_calls_
     until(lambda: not first_of(rollout).resting)
 
 
+def test_a_server_that_is_started_anew_while_nothing_is_asked_loads_the_weights(stand_in, served, monkeypatch, until):
+    monkeypatch.setattr(balance, "_QUIET_SECONDS", 0.3)
+    before = stand_in()
+    rollout = served(before.url)
+    assert same(rollout.generate(REQUEST))
+    before.end()
+    until(lambda: first_of(rollout).resting)
+    anew = stand_in(port=before.server_address[1])
+    assert same(rollout.generate(REQUEST))
+    assert anew.paths().index("/collective_rpc") < anew.paths().index(COMPLETIONS)
+
+
 async def posted(url):
     client = Client(timeout=0.5)
     try:
