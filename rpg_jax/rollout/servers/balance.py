@@ -280,12 +280,11 @@ class Balance:
             print(f"{healthy}; it rests, longer after each: {error}", file=sys.stderr, flush=True)
 
     async def _look(self, look: Look) -> None:
-        """Calls `look`, and follows the addresses that it finds. If it raises OSError or ValueError, or needs more than
-        five seconds, the known addresses stay."""
+        """Follows the addresses that `look` finds. If it raises, or needs over five seconds, the known ones stay."""
         try:
             async with asyncio.timeout(_FOLLOW_SECONDS):  # wait_for of Python 3.11 may lose a cancellation
                 found = await look()
-        except (OSError, ValueError) as error:  # a TimeoutError is an OSError
+        except Exception as error:  # a TimeoutError, or whatever the client of a bucket raises
             self._not_found = f"the servers' addresses cannot be found: {str(error) or 'no answer'}"
             return
         self._not_found = "the list of servers has no address now"

@@ -213,12 +213,12 @@ async def _read(answer: aiohttp.ClientResponse) -> bytes:
 
 
 Look = Callable[[], Awaitable[list[str]]]
-"""Looks for the servers' URLs, which may be none. Raises OSError or ValueError if they cannot be found now."""
+"""Looks for the servers' URLs, which may be none. Raises if they cannot be found now."""
 
 
 def source(text: str, check: Callable[[str], str], field: str = "servers.urls") -> list[str] | Look:
     """Returns the addresses that `text`, the value of a config field, lists, or an async function that finds addresses.
-    The function may find none. It raises OSError or ValueError if it cannot look now.
+    The function may find none. It raises if it cannot look now.
 
     | text | result |
     |---|---|

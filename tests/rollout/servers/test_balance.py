@@ -325,6 +325,22 @@ def test_a_balance_that_is_cancelled_at_the_end_of_a_look_ends():
     assert asyncio.run(asyncio.wait_for(cancelled(), 10))
 
 
+def test_an_address_stays_while_the_client_of_a_bucket_raises_what_it_likes(stand_in, served, monkeypatch, until):
+    monkeypatch.setattr(balance, "_FOLLOW_SECONDS", 0.02)
+    looks, server = [], stand_in()
+
+    async def look():
+        looks.append(None)
+        if len(looks) != 2:
+            raise RuntimeError("503 of the bucket")
+        return [server.url]
+
+    rollout = served(look)
+    assert same(rollout.generate(ONE), ONE)
+    until(lambda: len(looks) > 4)
+    assert same(rollout.generate(ONE), ONE) and not rollout._running.done()
+
+
 def test_a_name_is_resolved_again_and_stands_for_all_its_addresses(stand_in, served, monkeypatch, until):
     monkeypatch.setattr(balance, "_FOLLOW_SECONDS", 0.05)
     known, port = [], stand_in(host="127.0.0.2").server_address[1]
