@@ -89,6 +89,7 @@ class Client:
         try:
             parts = urllib.parse.urlsplit(url)
             host, _ = parts.hostname or "", parts.port
+            host.encode("idna")  # a look-up does this too: its UnicodeError is a ValueError
         except ValueError:
             host = ""
         if not host or parts.scheme not in ("http", "https") or parts.query or parts.username:

@@ -372,6 +372,12 @@ def test_a_name_without_a_port_is_refused(text):
         source(text, Client(timeout=1).check)
 
 
+@pytest.mark.parametrize("text", ["http://a..b:8000", "dns://a..b:8000", f"http://{'a' * 64}:8000"])
+def test_a_name_that_cannot_be_looked_up_is_refused(text):
+    with pytest.raises(ValueError, match="is not of the form http://HOST:PORT"):
+        source(text, Client(timeout=1).check)
+
+
 def test_a_name_over_plain_text_gets_no_key():
     with pytest.raises(ValueError, match="would go to http://servers:80 in plain text"):
         source("dns://servers:80", Client(timeout=1, key=ApiKey("k" * 20)).check)
