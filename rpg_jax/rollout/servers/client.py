@@ -186,7 +186,8 @@ class Caller:
             # The messages of aiohttp repeat the address, so the error number gives the reason. Errors of TLS keep their
             # message: it says more than the number.
             number = None if isinstance(error, aiohttp.ClientSSLError) else getattr(error, "errno", None)
-            reason = os.strerror(number) if number else str(error) or type(error).__name__
+            named = number and (os.strerror(number) if number > 0 else getattr(error, "strerror", ""))  # < 0: DNS
+            reason = named or str(error) or type(error).__name__
             raise Unavailable(f"{self.url}{path}: {reason}") from None
         finally:
             self._under_way.pop(limit, None)

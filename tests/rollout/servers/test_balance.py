@@ -372,6 +372,15 @@ def test_a_name_without_a_port_is_refused(text):
         source(text, Client(timeout=1).check)
 
 
+def test_a_name_that_is_not_found_is_said_so(monkeypatch):
+    async def getaddrinfo(*_, **__):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
+    with pytest.raises(Unavailable, match="^http://servers.test:80/: Name or service not known$"):
+        asyncio.run(posted("http://servers.test:80"))
+
+
 @pytest.mark.parametrize("text", ["http://a..b:8000", "dns://a..b:8000", f"http://{'a' * 64}:8000"])
 def test_a_name_that_cannot_be_looked_up_is_refused(text):
     with pytest.raises(ValueError, match="is not of the form http://HOST:PORT"):
