@@ -28,6 +28,11 @@ def streamed(ids, width, sampling, codec):
     return [more(np.array(ids[i : i + width], np.int32)) for i in range(0, len(ids), width)]
 
 
+def test_a_new_server_draws_other_completions_than_one_before_it():
+    first, second = (next(Admission(None, Bytes(), Sampling(), max_active=1).arrivals) for _ in range(2))
+    assert first != second and max(first, second) < 2**31
+
+
 @pytest.mark.parametrize("width", [1, 3, 100])
 @pytest.mark.parametrize("cut", range(len(TEXT.encode()) - 5, len(TEXT.encode()) + 1))
 def test_the_pieces_of_a_text_are_the_text_wherever_it_is_cut(cut, width):
