@@ -43,7 +43,7 @@ def make_served(experiment: Experiment, params: Any, base: models.Base | None = 
     known: dict[str, Any] = original or {"fields": ids}
     weights = WeightFolders(
         params,
-        _home(c.weights, config.run.name),
+        _home(c.weights, config.run),
         models.Saving(layout.model, m.compute_dtype, head=kind.head, max_file_bytes=_FILE_BYTES, **known),
         balance.use,
         dtype=None if m.compute_dtype == m.param_dtype else jnp.dtype(m.compute_dtype),
@@ -146,13 +146,17 @@ def _key() -> ApiKey | None:
         raise ValueError(f"the variable {KEY_VARIABLE}: {error}") from None
 
 
-def _home(folder: str | None, run: str) -> Path:
-    """Makes and returns the folder of this run's weights. Raises ValueError if `folder` is unset or not local."""
+def _home(folder: str | None, run: ConfigDict) -> Path:
+    """Makes the folder of this run's weights. Raises ValueError if `folder` is unset, not local, or another run's."""
     if not folder:
         raise ValueError(
             "rollout.driver=servers needs servers.weights, a folder that the servers see too: weights that never "
             "reach them are those of another policy after the first update"
         )
-    home = Path(storage.local(folder)).resolve() / run
+    home = Path(storage.local(folder)).resolve() / run.name
     home.mkdir(parents=True, exist_ok=True)
+    file, own = home / "run.txt", str(storage.absolute(run.dir) / run.name)
+    if (found := file.read_text(encoding="utf-8") if file.exists() else "") not in ("", own):
+        raise ValueError(f"{home} belongs to the run {found}: choose another servers.weights or run.name")
+    file.write_text(own, encoding="utf-8")  # by every process: "" is a file that another is writing
     return home

@@ -51,9 +51,9 @@ def by_server(server, kind, port, name):
     ],
 )
 def test_a_server_that_is_killed_and_started_anew_samples_what_the_trainer_alone_samples(server, tmp_path, how):
-    steps = (*STEPS, *how)
+    steps, home = (*STEPS, *how), f"--config.servers.weights={server.folder / 'weights' / str(len(how))}"
     alone = run(tmp_path, 1, *steps, "--config.run.name=alone", devices=1)
-    trainer = start(tmp_path, 1, *steps, *by_server(server, "rpg_jax", server.port, "served"), devices=1)
+    trainer = start(tmp_path, 1, *steps, *by_server(server, "rpg_jax", server.port, "served"), home, devices=1)
     metrics = tmp_path / "served" / "metrics.jsonl"
     while not metrics.exists() or metrics.read_text(encoding="utf-8").count("\n") < 2:
         assert trainer[0].poll() is None, printed(trainer, timeout=60)

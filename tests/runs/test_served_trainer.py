@@ -7,7 +7,7 @@ import pytest
 
 from configs import tiny
 from rpg_jax.runs.resolve import resolve
-from rpg_jax.runs.served_trainer import make_served, make_served_teacher
+from rpg_jax.runs.served_trainer import _home, make_served, make_served_teacher
 from rpg_jax.types import Sampling
 from tests.rollout.servers.conftest import StandIn
 
@@ -45,6 +45,16 @@ def test_what_does_not_fit_is_refused_by_name(changes, message, monkeypatch):
     experiment = SimpleNamespace(config=config, layout=None, tokenizer=tokenizer, sampling=sampling)
     with pytest.raises(ValueError, match=message):
         make_served(experiment, None)
+
+
+def test_two_runs_of_one_name_have_no_folder_of_weights_together(tmp_path):
+    anna, bert = (tiny.get_config().run for _ in range(2))
+    anna.dir, bert.dir, anna.name, bert.name = str(tmp_path / "anna"), str(tmp_path / "bert"), "one", "one"
+    home = _home(str(tmp_path / "weights"), anna)
+    assert _home(str(tmp_path / "weights"), anna) == home, "a resumed run, and other processes"
+    with pytest.raises(ValueError, match=f"{home} belongs to the run {tmp_path}/anna/one: choose another servers.weig"):
+        _home(str(tmp_path / "weights"), bert)
+    assert _home(str(tmp_path / "others"), bert) != home
 
 
 class Letters:
