@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import statistics
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -37,12 +38,17 @@ class Config:
 
 
 def configs_of(runs: Sequence[Run]) -> list[Config]:
-    """Groups runs by config, in the order of the first run of each. Runs without config.json are grouped by name."""
-    by_fields: dict[str, list[Run]] = {}
+    """Groups runs by config, in the order of the first run of each. Runs without config.json are grouped by name. The
+    last run of a seed counts: it is no second seed. A line on stderr names each run that is left out for that."""
+    by_fields: dict[str, dict[Any, Run]] = {}
     for run in runs:
         counted = {k: v for k, v in run.config.items() if not _is_aside(k)}
-        by_fields.setdefault(json.dumps(counted or run.name, sort_keys=True), []).append(run)
-    groups = list(by_fields.values())
+        seeds = by_fields.setdefault(json.dumps(counted or run.name, sort_keys=True), {})
+        seed = run.folder if run.seed is None else run.seed
+        if seed in seeds:
+            print(f"left out: {seeds[seed].name}: {run.name} has the same config and seed", file=sys.stderr)
+        seeds[seed] = run
+    groups = [list(seeds.values()) for seeds in by_fields.values()]
     firsts = [own[0] for own in groups]
     short = [_label(run, firsts, SHOWN_FIELDS) for run in firsts]
     labels = [text if short.count(text) == 1 else _label(run, firsts) for text, run in zip(short, firsts, strict=True)]

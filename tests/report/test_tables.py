@@ -16,8 +16,20 @@ from rpg_jax.report.tables import markdown_table
 def leave(tmp_path):
     """Writes runs that are evaluated at every second step, at `accuracy` + step / 100."""
 
-    def leave(method, seed, *, steps=4, groups=2, seconds=1.0, accuracy=0.5, reference=None, inputs=None, **fields):
-        folder = tmp_path / f"{method}-{seed}"
+    def leave(
+        method,
+        seed,
+        *,
+        steps=4,
+        groups=2,
+        seconds=1.0,
+        accuracy=0.5,
+        reference=None,
+        inputs=None,
+        folder=None,
+        **fields,
+    ):
+        folder = tmp_path / (folder or f"{method}-{seed}")
         folder.mkdir()
         config = {
             "method": method,
@@ -159,3 +171,14 @@ def test_numbers_are_aligned_to_the_right_and_empty_cells_stay_cells():
 
 def test_text_cannot_end_a_cell_or_a_row():
     assert markdown_table(("a",), [("x|y\nz",)]).splitlines()[2:] == ["| x\\|y z |"]
+
+
+def test_a_run_repeated_in_another_folder_is_no_second_seed(leave, capsys):
+    first, other, again = leave("a", 0), leave("a", 1), leave("a", 0, folder="again", accuracy=0.7)
+    (config,) = tables.configs_of([first, other, again, again])
+    assert config.runs == [again, other] and capsys.readouterr().err.splitlines() == [
+        "left out: a-0: again has the same config and seed",
+        "left out: again: again has the same config and seed",
+    ]
+    (row,) = at("steps", [first, again])[1]
+    assert row.seeds == 1 and row.scores["easy", "last"].margin == ""
