@@ -56,9 +56,9 @@ def configs_of(runs: Sequence[Run]) -> list[Config]:
 
 
 def _is_aside(field: str) -> bool:
-    """Whether runs of one config may differ in a field: the seed, or a field of the sections `AROUND`, such as places,
-    logs and servers. They may not differ in the run that they branched from."""
-    return field == "seed" or (field.startswith(AROUND) and field != START_FROM)
+    """Whether runs of one config may differ in a field: the seed, the place of warm starts, or a field of the sections
+    `AROUND`, such as places, logs and servers. They may not differ in the run that they branched from."""
+    return field in ("seed", "warm_start.dir") or (field.startswith(AROUND) and field != START_FROM)
 
 
 def differences(configs: Sequence[Config]) -> list[Json]:

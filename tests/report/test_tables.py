@@ -125,8 +125,11 @@ def test_a_branch_is_another_config_than_its_parent_and_is_named_with_it(leave):
     assert "b-0 was begun from runs/a@2" in said and "a-0 was begun" not in said
 
 
-def test_runs_that_differ_in_their_servers_are_runs_of_one_config(leave):
-    runs = [leave("a", seed, servers={"urls": f"http://host-{seed}:8000"}) for seed in range(2)]
+def test_runs_that_differ_in_their_servers_and_places_are_runs_of_one_config(leave):
+    runs = [
+        leave("a", seed, servers={"urls": f"http://host-{seed}:8000"}, warm_start={"dir": f"{seed}/warm_starts"})
+        for seed in range(2)
+    ]
     assert len(tables.configs_of(runs)) == 1
     assert len(tables.configs_of([*runs, leave("a", 2, servers={"urls": "x"}, train={"updates_per_step": 9})])) == 2
 
