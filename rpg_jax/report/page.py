@@ -171,11 +171,12 @@ def _page_data(configs: Sequence[Config], *, rollout_steps: int) -> tuple[dict[s
             backwards = run.config.get("task.name") == "arithmetic" and run.config.get("task.reverse", False)
             about = {"name": run.name, "config": c, "seed": run.seed, "steps": steps, "backwards": backwards}
             shown.append({**about, "kept": kept})
+    panels = dynamics(configs)
     data = {
         "configs": [c.label for c in configs],
         "runs": shown,
-        "dynamics": dynamics(configs),
-        "axes": [_axis(budget, configs) for budget in tables.budgets(configs)],
+        "dynamics": panels,
+        "axes": [_axis(budget, configs, panels) for budget in tables.budgets(configs)],
         "numbers": rollouts.NUMBERS,
         "scales": rollouts.scales(numbers),
     }
@@ -251,19 +252,22 @@ def _embedded(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _axis(budget: Budget, configs: Sequence[Config]) -> dict[str, Any]:
-    """The data of an axis of the figures: its unit, the budget, and the costs of each config by step, from step 0, both
-    in this unit. A cost is the mean over the config's runs; the last step is the last that all runs have reached."""
+def _axis(budget: Budget, configs: Sequence[Config], panels: Sequence[Json]) -> dict[str, Any]:
+    """The data of an axis of the figures: its unit, the budget, and {step: cost} of each config, both in this unit, for
+    the steps that the config's curves of `panels` have. A cost is the mean over the config's runs; steps after the last
+    that all of them have reached cost as much as this one."""
     costs = []
-    for config in configs:
+    for i, config in enumerate(configs):
         last = int(min(run.spent("steps") for run in config.runs))
-        costs.append([fmean(run.spent(budget.axis, step) for run in config.runs) for step in range(last + 1)])
+        own = [panel["curves"][i] for panel in panels if panel["curves"][i]]
+        steps = sorted({last, *(s for c in own for s in (*c["steps"], *(s for s, _ in c.get("held_out", ()))))})
+        costs.append({s: fmean(run.spent(budget.axis, min(s, last)) for run in config.runs) for s in steps})
     unit, scale = budget.axis, 1
     if budget.axis == "seconds":
-        longest = max(max(own) for own in costs)
+        longest = max(max(own.values()) for own in costs)
         unit, scale = ("hours", 3600) if longest > 7200 else ("minutes", 60) if longest > 180 else ("seconds", 1)
-    costs = [[float(f"{cost / scale:.6g}") for cost in own] for own in costs]
-    return {"name": budget.axis, "unit": unit, "budget": budget.amount / scale, "costs": costs}
+    scaled = [{step: float(f"{cost / scale:.6g}") for step, cost in own.items()} for own in costs]
+    return {"name": budget.axis, "unit": unit, "budget": budget.amount / scale, "costs": scaled}
 
 
 def _hash(text: str) -> str:

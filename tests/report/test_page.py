@@ -73,6 +73,16 @@ def test_curves_have_the_range_of_the_seeds_and_dots_where_it_was_evaluated(leav
     assert "Clipped" not in by_title, "no run has it"
 
 
+def test_each_step_that_is_drawn_has_its_place_whatever_the_number_of_steps(leave_run, tmp_path):
+    folder = leave_run(tmp_path / "a")
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 1000000000000, "reward": 1.0, "seconds": 1.0}\n')
+    data = page._page_data(read([folder]), rollout_steps=0)[0]
+    costs = {axis["name"]: axis["costs"][0] for axis in data["axes"]}
+    assert costs["steps"] == {step: step for step in (*range(11), 10**12)}
+    assert list(costs["seconds"].values()) == pytest.approx([*range(11), 11])
+
+
 def test_time_leaves_out_the_step_that_compiles(leave_run, tmp_path):
     found = page.timing(read([leave_run(tmp_path / "a")]))
     row = found["rows"][0]

@@ -9,7 +9,7 @@ const panels = [];
 let axis = DATA.axes[0];
 
 // The place of a config's step on the axis.
-const place = (config, step) => axis.costs[config][Math.min(step, axis.costs[config].length - 1)];
+const place = (config, step) => axis.costs[config][step];
 
 function chooseAxis(name) {
   axis = DATA.axes.find((a) => a.name === name);
