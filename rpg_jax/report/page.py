@@ -195,13 +195,15 @@ def dynamics(configs: Sequence[Config]) -> list[Json]:
 
 
 def timing(configs: Sequence[Config]) -> Json:
-    """Mean seconds of each part of a step, over all timed steps but each run's first, which compiles. Evaluations and
-    checkpoints come between steps; their time is spread over all steps.
+    """Mean seconds of each part of a step, over all timed steps that did not compile. Evaluations and checkpoints come
+    between steps; their time is spread over all steps.
 
     Returns {"parts": names in order, "rows": one for each config}. A row is None without such steps, else {"seconds":
     [one for each part], "total": seconds of a step with its share of evaluations and checkpoints, "tokens_per_second":
     the rate within steps, "compiling": seconds of all compilations of a run, the mean over runs}."""
-    timed = [[r for run in c.runs for r in [r for r in run.records if "seconds" in r][1:]] for c in configs]
+    timed = [
+        [r for run in c.runs for r in run.records if "seconds" in r and not r.get("time/compiling")] for c in configs
+    ]
     keys = dict.fromkeys(k for own in timed for r in own for k in r if k.startswith("time/") and k not in COMPILING)
     rows = [_times(c, own, list(keys)) if own else None for c, own in zip(configs, timed, strict=True)]
     parts = [k.removeprefix("time/").replace("_", " ").replace("logprobs", "log-probs") for k in keys]

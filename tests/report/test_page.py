@@ -91,6 +91,14 @@ def test_time_leaves_out_the_step_that_compiles(leave_run, tmp_path):
     assert (row["total"], row["tokens_per_second"], row["compiling"]) == pytest.approx((1.2, 100.0, 5.0))
 
 
+def test_time_leaves_out_each_step_that_compiles_after_a_restart(tmp_path):
+    usual = {"seconds": 10.0, "time/rollout": 6.0, "time/compiling": 0.0, "tokens_per_second": 100.0}
+    first = {"seconds": 310.0, "time/rollout": 306.0, "time/compiling": 300.0, "tokens_per_second": 3.0}
+    records = [{"step": step, **(first if step in (1, 4, 7) else usual)} for step in range(1, 10)]
+    (row,) = page.timing(tables.configs_of([Run("a", 0, {}, records)]))["rows"]
+    assert (row["total"], row["seconds"], row["tokens_per_second"], row["compiling"]) == (10, [6], 100, 900)
+
+
 def test_packed_rollouts_are_the_file_to_twelve_bits(leave_run, tmp_path):
     file = leave_run(tmp_path / "a") / "rollouts/000010.npz"
     own = rollouts.Rollouts.read(file)
