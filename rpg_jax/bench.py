@@ -50,12 +50,13 @@ def bench(options: argparse.Namespace) -> None:
 
 
 def _table(results: Sequence[Mapping[str, Any]]) -> str:
-    """A text with a line for each field, and a column for each result. All results have the same fields in order."""
-    columns = [[cell(value) for value in result.values()] for result in results]
+    """A text with a line for each field of any result, and a column for each result, "" where it lacks the field."""
+    names = dict.fromkeys(name for result in results for name in result)
+    columns = [[cell(result.get(name, "")) for name in names] for result in results]
     widths = [max(16, *map(len, column)) for column in columns]
     return "\n".join(
         f"{name:<34}" + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-        for name, *cells in zip(results[0], *columns, strict=True)
+        for name, *cells in zip(names, *columns, strict=True)
     )
 
 

@@ -56,6 +56,14 @@ def test_results_that_come_together_are_columns(monkeypatch, capsys):
     assert lines == [["setting", "as", "given", "b"], ["seconds", "0.5000", "2.0000"], ["trained", "4,096", "1"]]
 
 
+def test_a_result_may_have_other_fields_than_the_first(monkeypatch, capsys):
+    found = [{"seconds": 0.5, "of_torch": 2.0}, {"seconds": 2.0, "peak": 1}]
+    monkeypatch.setattr("rpg_jax.benchmarks.measure_step.run", lambda options: iter([found]))
+    assert bench.main(["step"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [["seconds", "0.5000", "2.0000"], ["of_torch", "2.0000"], ["peak", "1"]]
+
+
 def test_bench_refuses_what_it_does_not_know(capsys):
     for wrong, message in (
         (["step", "--repeats=0"], "--repeats: 0 must be at least 1"),
