@@ -94,7 +94,7 @@ def plan(options: argparse.Namespace) -> int:
                 raise ValueError(f"no settings that fit {topology.name} by arithmetic; take a larger slice")
             config = next(iter(found.values())).config
             if not options.json:
-                show_settings(topology, found)
+                show_settings(topology, dict(list(found.items())[:8]))
         programs, step = run_plan.plan(config, topology, options.programs, lengths=lengths(config))
         fits = all(program.fits(topology.chip) for program in programs.values())
         if not fits and not options.search:
@@ -105,7 +105,7 @@ def plan(options: argparse.Namespace) -> int:
     if programs:
         show(topology, programs, step)
     if found and not options.search:
-        show_settings(topology, found)
+        show_settings(topology, found if options.beside else dict(list(found.items())[:8]))
     if not (fits or found):
         print("no settings that fit by arithmetic were found; take a larger slice")
     return 0 if fits else 1
@@ -137,11 +137,10 @@ def show(
 
 
 def show_settings(topology: Topology, found: Mapping[str, Estimate]) -> None:
-    """Prints a row for each of the first eight settings in `found`, {name: estimate}: the count of trained numbers, GiB
-    on a chip, and the seconds of the expected step, or "no room" if the setting does not fit."""
-    console, shown = screen.console(), list(found.items())[:8]
-    table = []
-    for number, (_, one) in enumerate(shown, 1):
+    """Prints a row for each setting in `found`, {name: estimate}: the count of trained numbers, GiB on a chip, and the
+    seconds of the expected step, or "no room" if the setting does not fit."""
+    console, table = screen.console(), []
+    for number, one in enumerate(found.values(), 1):
         memory = [*one.sizes.values(), one.peak(sampling=False), one.peak(sampling=True)][1:]
         trained = one.sizes["trained"]
         expected = _figure(one.step["expected"]["seconds"]) if one.fits(topology) else "no room"
@@ -152,7 +151,7 @@ def show_settings(topology: Topology, found: Mapping[str, Estimate]) -> None:
     head = ("", "trained", "frozen", "state", "sync", "training", "rollout", "slots", "s a step")
     console.print(_table(title, head, table))
     console.print("state: what is trained, and the optimizer's; training, rollout: peaks; slots: of decoding")
-    names = [f"{number}: {name}" for number, (name, _) in enumerate(shown, 1)]
+    names = [f"{number}: {name}" for number, name in enumerate(found, 1)]
     console.print(*names, sep="\n", markup=False, soft_wrap=True)
 
 

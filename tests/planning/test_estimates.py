@@ -60,6 +60,14 @@ def test_settings_are_planned_beside_each_other_without_a_compilation(monkeypatc
     assert "no room" in text and "17.4 M" in text and "1.72 B" in text and "2: model.lora.rank=0" in text
 
 
+def test_every_setting_that_is_given_is_shown(capsys):
+    settings = [f"model.lora.rank={rank}" for rank in range(1, 10)]
+    command = ["--config=configs/qwen3_1p7b_gsm8k_lora.py", "--topology=v5e:1x1"]
+    assert plan.main([*command, *(f"--beside={setting}" for setting in settings)]) == 0
+    text = capsys.readouterr().out
+    assert all(f"{number}: {setting}\n" in text for number, setting in enumerate(settings, 2))
+
+
 def test_the_fastest_settings_that_fit_come_first():
     config = resolve(qwen3_0p6b_gsm8k.get_config())
     config.rollout.slots = 64
