@@ -102,6 +102,8 @@ def plan(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(as_json(topology, programs, step, found)))
         return 0 if fits else 1
+    if topology.slices > 1:
+        print("no byte between slices (DCN) is counted: a real step takes longer")
     if programs:
         show(topology, programs, step)
     if found and not options.search:
@@ -151,8 +153,7 @@ def show_settings(topology: Topology, found: Mapping[str, Estimate]) -> None:
     head = ("", "trained", "frozen", "state", "sync", "training", "rollout", "slots", "s a step")
     console.print(_table(title, head, table))
     console.print("state: what is trained, and the optimizer's; training, rollout: peaks; slots: of decoding")
-    names = [f"{number}: {name}" for number, name in enumerate(found, 1)]
-    console.print(*names, sep="\n", markup=False, soft_wrap=True)
+    console.print(*(f"{i}: {name}" for i, name in enumerate(found, 1)), sep="\n", markup=False, soft_wrap=True)
 
 
 def as_json(

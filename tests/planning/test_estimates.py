@@ -60,6 +60,14 @@ def test_settings_are_planned_beside_each_other_without_a_compilation(monkeypatc
     assert "no room" in text and "17.4 M" in text and "1.72 B" in text and "2: model.lora.rank=0" in text
 
 
+def test_a_plan_for_several_slices_says_what_it_does_not_count(capsys):
+    command = ["--config=configs/qwen3_1p7b_gsm8k_lora.py", "--beside=model.lora.rank=8"]
+    command += ["--config.train.microbatch_size=8"]
+    for slices, said in (("v5e:2x2", False), ("v5e:2x2*2", True)):
+        assert plan.main([*command, f"--topology={slices}"]) == 0
+        assert ("no byte between slices (DCN) is counted" in capsys.readouterr().out) == said
+
+
 def test_every_setting_that_is_given_is_shown(capsys):
     settings = [f"model.lora.rank={rank}" for rank in range(1, 10)]
     command = ["--config=configs/qwen3_1p7b_gsm8k_lora.py", "--topology=v5e:1x1"]
