@@ -13,7 +13,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import jinja2
@@ -263,7 +262,10 @@ def _axis(budget: Budget, configs: Sequence[Config], panels: Sequence[Json]) -> 
         last = int(min(run.spent("steps") for run in config.runs))
         own = [panel["curves"][i] for panel in panels if panel["curves"][i]]
         steps = sorted({last, *(s for c in own for s in (*c["steps"], *(s for s, _ in c.get("held_out", ()))))})
-        costs.append({s: fmean(run.spent(budget.axis, min(s, last)) for run in config.runs) for s in steps})
+        of_runs = [np.array([*run.costs[budget.axis].items()]).T for run in config.runs]  # steps and costs
+        at = np.minimum(steps, last)
+        means = np.mean([cost[np.searchsorted(ends, at, "right") - 1] for ends, cost in of_runs], axis=0)
+        costs.append(dict(zip(steps, means.tolist(), strict=True)))
     unit, scale = budget.axis, 1
     if budget.axis == "seconds":
         longest = max(max(own.values()) for own in costs)

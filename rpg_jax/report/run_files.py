@@ -234,16 +234,11 @@ class Run:
             found["seconds"] = [*itertools.accumulate(each)]
         return {axis: {0: 0.0, **dict(zip(steps, spent, strict=True))} for axis, spent in found.items()}
 
-    @functools.cached_property
-    def _steps(self) -> list[int]:
-        """The steps that `costs` has on each axis, in order."""
-        return [0, *(record["step"] for record in self.trained)]
-
     def spent(self, axis: str, step: int | None = None) -> float:
         """The cost on an axis of `costs` up to the end of `step`, or of the last recorded step before `step`; None: up
         to the end of the last recorded step. KeyError if `costs` lacks the axis."""
-        costs, steps = self.costs[axis], self._steps
-        return costs[steps[-1 if step is None else bisect.bisect(steps, step) - 1]]
+        steps = list(self.costs[axis])
+        return self.costs[axis][steps[-1 if step is None else bisect.bisect(steps, step) - 1]]
 
     def last_step_within(self, axis: str, amount: float) -> int:
         """The last step at whose end the run has spent at most `amount` on an axis of `costs`; 0 if there is none."""
