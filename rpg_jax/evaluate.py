@@ -86,7 +86,7 @@ def changes(options: argparse.Namespace) -> dict[str, Any]:
     sets = options.sets is not None
     fields = {
         "evaluation.temperature": options.temperature,
-        "evaluation.problems": options.problems or (sys.maxsize if sets else None),
+        "evaluation.problems": options.problems or (10**9 if sets else None),
         "rollout.max_tokens": options.max_tokens,
         "rewards.parts": options.rewards and in_file(options.rewards),
         "seed": options.seed,

@@ -10,7 +10,8 @@ from configs import tiny
 from rpg_jax import evaluate, rewards
 from rpg_jax.data import Problem
 from rpg_jax.data.groups import Group
-from rpg_jax.runs import evaluation
+from rpg_jax.runs import config_files, evaluation
+from rpg_jax.runs.resolve import resolve
 from rpg_jax.types import Completion
 
 SETS = {
@@ -90,6 +91,13 @@ def test_a_reward_in_a_file_is_a_reward_of_evaluate_too(tmp_path):
     assert evaluate.changes(asked) == {"rewards.parts": "mine_here:score"}
     asked.rewards = "exact"
     assert evaluate.changes(asked) == {"rewards.parts": "exact"}
+
+
+def test_sets_without_a_number_of_problems_take_as_many_as_the_field_allows():
+    flags = dict.fromkeys(("rewards", "temperature", "problems", "max_tokens", "seed"))
+    asked = argparse.Namespace(sets="A=a", **flags)
+    changed = config_files.changed(tiny.get_config(), evaluate.changes(asked))
+    assert resolve(changed).evaluation.problems == 10**9
 
 
 def test_an_edited_tool_or_environment_is_another_evaluation(tmp_path, monkeypatch):
