@@ -10,16 +10,15 @@ command continues an evaluation that was killed, to the same bytes; docs/evaluat
 """
 
 import argparse
-import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
-from rpg_jax.runs import cli
+from ml_collections import ConfigDict
 
-_STOPPED = 128 + signal.SIGINT
+from rpg_jax.runs import cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,20 +67,25 @@ def evaluate(options: argparse.Namespace) -> int:
     how |= {"certificate": options.server_certificate, "api_key_file": options.api_key_file}
     if loaded is None:
         with run_folder.opened(options.run) as home:
-            opened = policy.of_run(home, options.step, changes(options), **needed, trust=options.trust)
+            kept = run_folder.read_config(home.files)
+            opened = policy.of_run(home, options.step, changes(options, kept), **needed, trust=options.trust)
             found = evaluation.evaluate(opened, home.home.name, home, **how)
     else:
-        fields = {"model.path": options.folder, **changes(options)}
+        fields = {"model.path": options.folder, **changes(options, loaded.config, loaded.overrides)}
         with storage.Folder(loaded.config.run.dir) as home, tempfile.TemporaryDirectory() as scratch:
             opened = policy.of_config(loaded.config, Path(scratch), fields, **needed)
             found = evaluation.evaluate(opened, Path(options.folder).name, home, **how)
-    return _STOPPED if found is None else 0
+    return 130 if found is None else 0
 
 
-def changes(options: argparse.Namespace) -> dict[str, Any]:
-    """{dotted name: value} of the config fields that the flags in `options` replace. A flag that is None replaces none,
-    but --sets without --problems takes all problems. Raises ValueError if --rewards names a file that is not there."""
+def changes(options: argparse.Namespace, config: ConfigDict, given: Container[str] = ()) -> dict[str, Any]:
+    """{dotted name: value} of the fields of `config` that the flags in `options` replace. A flag that is None replaces
+    none, but --sets without --problems takes all problems, and --rewards unsets `rewards.accuracy`. If then another
+    part decides, `rewards.right_above` stays in [0, 1) alone, where 1 is right, 0 and -1 are wrong. Both stay if they
+    are in `given`. Raises ValueError if --rewards names a file that is not there."""
     from rpg_jax.rewards.callables import in_file
+    from rpg_jax.rewards.verifiers import deciding_part
+    from rpg_jax.runs import config_files, resolve
 
     sets = options.sets is not None
     fields = {
@@ -93,7 +97,14 @@ def changes(options: argparse.Namespace) -> dict[str, Any]:
         "task.name": "files" if sets else None,
         "task.held_out_sets": options.sets,
     }
-    return {name: value for name, value in fields.items() if value is not None}
+    found = {name: value for name, value in fields.items() if value is not None}
+    if options.rewards and "rewards.accuracy" not in given:
+        found["rewards.accuracy"] = None
+    high, new = config.rewards.right_above, config_files.changed(config, found)
+    decides = {deciding_part(resolve.reward_arguments(c)[0], c.rewards.accuracy) for c in (config, new)}
+    if not (high is None or 0 <= high < 1 or len(decides) == 1 or "rewards.right_above" in given):
+        found["rewards.right_above"] = None
+    return found
 
 
 if __name__ == "__main__":

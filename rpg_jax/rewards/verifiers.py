@@ -233,8 +233,8 @@ def check(
 
 
 def deciding_part(weights: Mapping[str, float], accuracy: str | None) -> str:
-    """Returns the part that decides accuracy: `accuracy`, or if None the first verifier. `weights` has a verifier."""
-    return accuracy or next(filter(is_verifier, weights))
+    """Returns the part that decides accuracy: `accuracy`, or if None the first verifier; "" if there is none."""
+    return accuracy or next(filter(is_verifier, weights), "")
 
 
 def needs_answers(weights: Mapping[str, float]) -> bool:

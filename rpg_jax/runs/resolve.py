@@ -310,9 +310,7 @@ def _check_environment(config: ConfigDict) -> None:
     environment_options(config)
     turn, limit = config.environment.turn_tokens, config.rollout.max_tokens
     if turn is not None and turn > limit:
-        raise ValueError(
-            f"environment.turn_tokens={turn} is more than rollout.max_tokens={limit} of all turns together"
-        )
+        raise ValueError(f"environment.turn_tokens={turn} is more than rollout.max_tokens={limit} of all turns")
 
 
 def own_code(config: ConfigDict) -> dict[str, str]:

@@ -88,15 +88,40 @@ def test_a_reward_in_a_file_is_a_reward_of_evaluate_too(tmp_path):
     (tmp_path / "mine_here.py").write_text("def score(completion, answer):\n    return 1.0\n", encoding="utf-8")
     flags = dict.fromkeys(("sets", "temperature", "problems", "max_tokens", "seed"))
     asked = argparse.Namespace(rewards=f"{tmp_path}/mine_here.py:score", **flags)
-    assert evaluate.changes(asked) == {"rewards.parts": "mine_here:score"}
+    expected = {"rewards.parts": "mine_here:score", "rewards.accuracy": None}
+    assert evaluate.changes(asked, tiny.get_config()) == expected
     asked.rewards = "exact"
-    assert evaluate.changes(asked) == {"rewards.parts": "exact"}
+    assert evaluate.changes(asked, tiny.get_config()) == {"rewards.parts": "exact", "rewards.accuracy": None}
+
+
+@pytest.mark.parametrize(
+    ("before", "asked", "accuracy", "right_above"),
+    [
+        (("math_dapo:1,format:0.1", "math_dapo", None), "gsm8k", None, None),
+        (("mine:grade", None, 1.5), "gsm8k", None, None),  # of a grade; gsm8k scores 1 at most
+        (("mine:grade", None, 1.5), "mine:grade,format:0.1", None, 1.5),
+        (("exact", "mine:grade", 1.5), "mine:grade", None, 1.5),
+        (("mine:grade", None, 0.5), "judge", None, 0.5),  # no flag sets the number that a judge needs
+        (("mine:grade", None, 1.5), "format", None, None),  # refused later: no part can decide
+        (("mine:grade", None, 1.5), None, None, 1.5),
+        (("exact", "gsm8k", None), None, "gsm8k", None),
+    ],
+)
+def test_the_rewards_of_the_command_line_say_what_is_right(before, asked, accuracy, right_above):
+    fields = dict(zip(("rewards.parts", "rewards.accuracy", "rewards.right_above"), before, strict=True))
+    config = config_files.changed(tiny.get_config(), fields)
+    flags = dict.fromkeys(("sets", "temperature", "problems", "max_tokens", "seed"))
+    options = argparse.Namespace(rewards=asked, **flags)
+    found = config_files.changed(config, evaluate.changes(options, config)).rewards
+    assert (found.parts, found.accuracy, found.right_above) == (asked or before[0], accuracy, right_above)
+    kept = config_files.changed(config, evaluate.changes(options, config, fields)).rewards
+    assert (kept.accuracy, kept.right_above) == before[1:]  # of --config.rewards.…, which somebody just gave
 
 
 def test_sets_without_a_number_of_problems_take_as_many_as_the_field_allows():
     flags = dict.fromkeys(("rewards", "temperature", "problems", "max_tokens", "seed"))
     asked = argparse.Namespace(sets="A=a", **flags)
-    changed = config_files.changed(tiny.get_config(), evaluate.changes(asked))
+    changed = config_files.changed(tiny.get_config(), evaluate.changes(asked, tiny.get_config()))
     assert resolve(changed).evaluation.problems == 10**9
 
 

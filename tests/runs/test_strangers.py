@@ -83,9 +83,13 @@ def test_a_reward_of_the_command_line_needs_no_trust_and_code_of_the_folder_stil
         assert evaluate.main([f"--run={folder}", f"--rewards={rewards}"]) == 2
         return capsys.readouterr().err
 
-    for fields in ({}, {"rewards__parts": "planted:reward"}):  # what the command line replaces is not imported
+    for fields in (
+        {},
+        {"rewards__parts": "planted:reward"},
+        {"rewards__accuracy": "planted:reward"},
+    ):  # what the command line replaces is not imported
         assert "has no tokenizer.model" in said(**fields), "the check after the one of trust"
-    assert "imports 'planted:reward'" in said(rewards__accuracy="planted:reward")
+        assert "has no tokenizer.model" in said("exact", **fields), "as the message of trust says"
     assert "imports 'planted:Task' (task.name): add --trust" in said(task__name="planted:Task")
     assert "evil.example" in said(rewards="judge", judge__url="http://evil.example/v1")
 
