@@ -323,13 +323,14 @@ def settings_of(policy: Policy, name: str, k: int | None, weights: str) -> dict[
     `weights` is the checksum of the weights in hexadecimal digits, `name` the name of the policy, `k` the completions
     of each problem (None: as the source or the config says)."""
     c, held_out = policy.experiment.config, policy.experiment.task.held_out
-    parts = reward_arguments(c)[0]
+    parts, model = reward_arguments(c)[0], to_json(dataclasses.asdict(policy.experiment.layout.model))
     code = rewards.paths(parts) + [name for name, field in own_code(c).items() if field.startswith("environment.")]
     uses = {"rewards": True, "judge": rewards.JUDGE in parts, "environment": c.environment.name is not None}
     return {
         "policy": name,
         "step": policy.step,
         "weights": weights,
+        "model": hashlib.sha256(model.encode()).hexdigest()[:16],
         "sets": {
             name: f"{len(problems)} problems, {problems_digest(problems)[:16]}" for name, problems in held_out.items()
         },
@@ -338,7 +339,7 @@ def settings_of(policy: Policy, name: str, k: int | None, weights: str) -> dict[
         "temperature": c.evaluation.temperature,
         **{name: c.rollout[name] for name in ("top_p", "top_k", "min_p", "max_tokens", "int8", "int8_kv")},
         "dtype": c.model.compute_dtype,
-        "thinking": c.task.thinking,
+        **{name: c.task[name] for name in ("thinking", "max_prompt_tokens", "too_long")},
         "tokenizer": policy.experiment.tokenizer.digest()[:16],
         **{section: c[section].to_dict() for section, used in uses.items() if used},
         "code": {name: digest[:16] for path in code for name, digest in rewards.source_digests(path).items()},

@@ -1,15 +1,17 @@
 """An evaluation killed anywhere goes on to the same bytes, and samples only what is missing."""
 
 import argparse
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from configs import tiny
-from rpg_jax import evaluate, rewards
+from rpg_jax import evaluate, rewards, storage
 from rpg_jax.data import Problem
 from rpg_jax.data.groups import Group
+from rpg_jax.models.config import DecoderConfig, Rope, Yarn
 from rpg_jax.runs import config_files, evaluation
 from rpg_jax.runs.resolve import resolve
 from rpg_jax.types import Completion
@@ -18,6 +20,7 @@ SETS = {
     "even": [Problem(i, f"p{i}", str(i), "math_dapo", samples=2) for i in range(5)],
     "odd": [Problem(i, f"q{i}", str(i), "math_dapo", samples=1 + i // 2) for i in range(3)],
 }
+MODEL = DecoderConfig(99, 2, 16, 2, 1, 8, 32)
 
 
 class FakeSampler:
@@ -125,6 +128,27 @@ def test_sets_without_a_number_of_problems_take_as_many_as_the_field_allows():
     assert resolve(changed).evaluation.problems == 10**9
 
 
+def policy_of(config, model=MODEL):
+    tokenizer, layout = SimpleNamespace(digest=lambda: "d" * 64), SimpleNamespace(model=model)
+    task = SimpleNamespace(held_out=SETS)
+    experiment = SimpleNamespace(config=config, task=task, tokenizer=tokenizer, layout=layout)
+    return SimpleNamespace(experiment=experiment, step=3)
+
+
+def test_other_positions_of_a_model_and_other_limits_of_prompts_are_another_evaluation():
+    config = tiny.get_config()
+    models = [MODEL, *(dataclasses.replace(MODEL, rope=rope) for rope in (Rope(1e4), Rope(scaling=Yarn(4.0, 512))))]
+    configs = [
+        config_files.changed(config, change)
+        for change in ({"task.max_prompt_tokens": 7}, {"task.too_long": "truncate"})
+    ]
+    policies = [policy_of(config, model) for model in models] + [policy_of(changed) for changed in configs]
+    found = [storage.files.to_json(evaluation.settings_of(policy, "mine", 4, "0" * 16)) for policy in policies]
+    assert len(set(found)) == len(found) == 5
+    same = policy_of(config, dataclasses.replace(MODEL))
+    assert storage.files.to_json(evaluation.settings_of(same, "mine", 4, "0" * 16)) == found[0]
+
+
 def test_an_edited_tool_or_environment_is_another_evaluation(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("tool_here", "game_here"):
@@ -133,9 +157,7 @@ def test_an_edited_tool_or_environment_is_another_evaluation(tmp_path, monkeypat
     for fields in (tool, {"environment.name": "game_here:Game"}):
         config = tiny.get_config()
         config.update_from_flattened_dict(fields)
-        tokenizer = SimpleNamespace(digest=lambda: "d" * 64)
-        experiment = SimpleNamespace(config=config, task=SimpleNamespace(held_out=SETS), tokenizer=tokenizer)
-        policy = SimpleNamespace(experiment=experiment, step=3)
+        policy = policy_of(config)
         before = evaluation.settings_of(policy, "mine", 4, "0" * 16)["code"]
         for name in ("tool_here", "game_here"):
             (tmp_path / f"{name}.py").write_text(f"two = {fields!r}\n", encoding="utf-8")

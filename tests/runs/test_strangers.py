@@ -10,6 +10,7 @@ import pytest
 from configs import tiny
 from rpg_jax import Policy, evaluate, export, sample
 from rpg_jax.data import Problem, fingerprint
+from rpg_jax.models.config import DecoderConfig
 from rpg_jax.rewards.verifiers import VERIFIERS
 from rpg_jax.runs import config_files, evaluation, run_folder
 from rpg_jax.runs.experiment import problems_digest
@@ -174,7 +175,8 @@ def keyed(**fields):
     config.update_from_flattened_dict(fields)
     tokenizer = type("Tokenizer", (), {"digest": lambda self: "0"})()
     task = type("Task", (), {"held_out": {}})
-    experiment = type("Experiment", (), {"config": config, "task": task, "tokenizer": tokenizer})
+    layout = type("Layout", (), {"model": DecoderConfig(99, 2, 16, 2, 1, 8, 32)})
+    experiment = type("Experiment", (), {"config": config, "task": task, "tokenizer": tokenizer, "layout": layout})
     return json.dumps(evaluation.settings_of(Policy(experiment, None, 0), "p", None, "w"))
 
 
