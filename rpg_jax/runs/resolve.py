@@ -374,7 +374,8 @@ def loss_arguments(config: ConfigDict) -> tuple[str, dict[str, Any]]:
 
 def reward_arguments(config: ConfigDict) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
     """Arguments of `rewards.Scorer`: (the weights {part: weight}, the options {part: keywords} of parts with options).
-    The part that decides accuracy has weight 0 if `rewards.parts` does not have it. Overlong shaping is a part."""
+    The part that decides accuracy has weight 0 if `rewards.parts` does not have it. Overlong shaping is a part.
+    Its buffer is the limit at most: evaluations may have a lower limit than their run."""
     c, limit = config.rewards, config.rollout.max_tokens
     weights = _weights(_reward_parts(config))
     if c.accuracy is not None:
@@ -383,7 +384,7 @@ def reward_arguments(config: ConfigDict) -> tuple[dict[str, float], dict[str, di
     options["judge"] = config.judge.to_dict()
     if c.overlong_shaping:
         weights["overlong"] = 1.0
-        options["overlong"] = {"limit": limit, "buffer": c.overlong_buffer}
+        options["overlong"] = {"limit": limit, "buffer": c.overlong_buffer and min(c.overlong_buffer, limit)}
     return weights, {name: given for name, given in options.items() if name in weights}
 
 

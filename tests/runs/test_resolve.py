@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from configs import qwen3_4b_2k, tiny
-from rpg_jax import losses
-from rpg_jax.runs import reinforcement
+from rpg_jax import losses, rewards
+from rpg_jax.runs import config_files, reinforcement
 from rpg_jax.runs.reinforcement import check_rows
-from rpg_jax.runs.resolve import check_sampling, check_training, loss_arguments, resolve
+from rpg_jax.runs.resolve import check_sampling, check_training, loss_arguments, resolve, reward_arguments
 
 
 def resolved(**changes):
@@ -89,6 +89,15 @@ def test_the_overlong_buffer_is_the_papers_share_of_the_limit_where_nobody_sets_
         assert (
             resolved(**{"rollout.max_tokens": limit, "rewards.overlong_buffer": None}).rewards.overlong_buffer == buffer
         )
+
+
+def test_an_evaluation_with_a_lower_limit_than_the_runs_buffer_is_scored():
+    run = resolved(**{"rollout.max_tokens": 1024, "rewards.overlong_shaping": True, "rewards.overlong_buffer": 256})
+    evaluated = config_files.changed(run, {"rollout.max_tokens": 200})
+    weights, options = reward_arguments(evaluated)
+    rewards.check(weights, options)
+    assert options["overlong"] == {"limit": 200, "buffer": 200}
+    assert reward_arguments(run)[1]["overlong"] == {"limit": 1024, "buffer": 256}
 
 
 def test_overlong_shaping_that_is_off_needs_no_buffer():
