@@ -231,8 +231,8 @@ def _files(config: ConfigDict, train: bool, held_out: bool) -> Task:
     sets = {}
     for entry in listed(t.held_out_sets) if held_out else ():
         name, separator, source = entry.partition("=")
-        if not separator:
-            raise ValueError(f"task.held_out_sets: {entry!r} is not of the form NAME=SOURCE")
+        if not separator or name in sets:
+            raise ValueError(f"task.held_out_sets: {entry!r} is not of the form NAME=SOURCE, with a NAME of its own")
         sets[name] = _loaded(config, name, [source], notes, seed=_HELD_OUT_SEED)
     problems: list[data.Problem] = []
     shown: list[data.Problem] = []

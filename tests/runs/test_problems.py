@@ -95,6 +95,12 @@ def test_notes_on_cut_sets_come_before_those_on_long_prompts(tmp_path):
     assert [note.partition(" ")[0] for note in notes] == ["A:", "train:"] and "1 dropped" in notes[1]
 
 
+def test_two_held_out_sets_of_one_name_are_refused(tmp_path):
+    one, other = (written(tmp_path / f"{name}.jsonl", (7, 20)) for name in "ab")
+    with pytest.raises(ValueError, match=r"^task.held_out_sets: 'A=.*b.jsonl' is not .* a NAME of its own$"):
+        Task.from_config(files(held_out_sets=f"A={one},A={other}"), train=False)
+
+
 def test_training_on_nothing_but_held_out_problems_is_refused(tmp_path):
     same = written(tmp_path / "t.jsonl", range(9))
     with pytest.raises(ValueError, match="all 9 problems of task.train are in task.held_out_sets"):
