@@ -214,19 +214,17 @@ def make_generator(
     group_size: int,
     seed: int,
     journal: rollout.GroupJournal | None = None,
+    by_length: bool = True,
 ) -> GroupGenerator:
     """Makes the function from problems to groups of `group_size` completions, which `own` draws and `scorer` scores.
     Random numbers follow from `seed`, step and problem. The config's environment answers each turn of the policy.
-    Groups that `journal` (None: there is no journal) has are not sampled again."""
+    Groups that `journal` (None: no journal) has are not sampled again. `by_length` is as in `GroupGenerator`."""
     c, play = experiment.config, None
     if experiment.stage is not None:
         observations = Observations(experiment.tokenizer, thinking=c.task.thinking)
         asked = experiment.stage, experiment.tokenizer.decode, observations
-        limits = {
-            "max_turns": c.environment.max_turns,
-            "turn_tokens": c.environment.turn_tokens or c.rollout.max_tokens,
-        }
-        play = functools.partial(Player, *asked, **limits)
+        turn = c.environment.turn_tokens or c.rollout.max_tokens
+        play = functools.partial(Player, *asked, max_turns=c.environment.max_turns, turn_tokens=turn)
     read = {"tokenizer": experiment.tokenizer, "thinking": c.task.thinking, "limit": c.task.max_prompt_tokens}
     return GroupGenerator(
         own,
@@ -238,15 +236,16 @@ def make_generator(
         seed=seed,
         play=play,
         journal=journal,
+        by_length=by_length,
     )
 
 
 def evaluation_generator(experiment: Experiment, own: rollout.Rollout, scorer: rewards.Scorer) -> GroupGenerator:
     """The function from problems to scored groups for evaluations: `evaluation.k` completions each, drawn by `own` at
-    `evaluation.temperature` and scored by `scorer`. Evaluations and training draw from different seeds."""
-    c = experiment.config.evaluation
-    seed = (experiment.config.seed + 0x5EED) % 2**31
-    return make_generator(experiment, own, scorer, temperature=c.temperature, group_size=c.k, seed=seed)
+    `evaluation.temperature`, scored by `scorer`, with seeds that training never uses. Earlier calls change nothing."""
+    c, seed = experiment.config.evaluation, (experiment.config.seed + 0x5EED) % 2**31
+    how: dict[str, Any] = {"temperature": c.temperature, "group_size": c.k, "seed": seed, "by_length": False}
+    return make_generator(experiment, own, scorer, **how)
 
 
 class DataSettings(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -68,6 +69,7 @@ class GroupGenerator:
     n-th group if all n sample together. All processes get all groups, in order. A complete or scored group is a
     heartbeat. `encode` makes a problem's prompt, i32[n]; `decode` makes text of token ids. `play` makes the environment
     of a request from its problems. Groups that `journal` has are not sampled again, but scored again.
+    `by_length`: the prompts whose completions were longest in earlier calls begin first.
     """
 
     def __init__(
@@ -82,20 +84,16 @@ class GroupGenerator:
         seed: int,
         play: Callable[[Sequence[Problem]], Player] | None = None,
         journal: GroupJournal | None = None,
+        by_length: bool = True,
     ):
-        self._play, self._journal = play, journal
+        self._play, self._journal, self._by_length = play, journal, by_length
         self._rollout, self.encode, self._decode, self._scorer = rollout, encode, decode, scorer
         self._group_size, self._sampling, self._seed = group_size, sampling, seed
         self._errors: collections.Counter[str] = collections.Counter()
         self._lengths: dict[int, float] = {}  # tokens of a mean completion, by prompt_id: the same on all hosts
 
     def __call__(
-        self,
-        problems: Sequence[Problem],
-        *,
-        step: int,
-        draw: int = 0,
-        group_size: int | None = None,
+        self, problems: Sequence[Problem], *, step: int, draw: int = 0, group_size: int | None = None
     ) -> list[Group]:
         """The scored group of each problem, in order, on every process; blocks. All processes give the same problems.
 
@@ -165,7 +163,7 @@ class GroupGenerator:
 
     def _noted(self, groups: list[Group]) -> list[Group]:
         """Notes the groups' mean lengths, by which later calls order their prompts; returns the groups."""
-        for group in groups:
+        for group in groups if self._by_length else ():
             self._lengths[group.problem.prompt_id] = float(np.mean([len(c.tokens) for c in group.completions]))
         return groups
 
@@ -217,7 +215,7 @@ class GroupGenerator:
         return taken
 
 
-class _Scoring:
+class _Scoring(contextlib.AbstractContextManager["_Scoring"]):
     """Scores the groups of one call in a thread, all complete groups at a time. Leaving the context waits for scores.
     While a verifier hangs, the rollout goes on, and the groups that become complete are the next batch of scores. If a
     verdict has failed by chance, the verifier is asked once more, after all other verdicts. Only groups at the places
@@ -232,9 +230,6 @@ class _Scoring:
         self._looks: list[Future[None]] = []
         self._groups: dict[int, Group] = {}
         self._errors: collections.Counter[str] = collections.Counter()
-
-    def __enter__(self) -> _Scoring:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
         self._thread.shutdown(wait=True, cancel_futures=kind is not None)

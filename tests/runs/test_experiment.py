@@ -8,7 +8,9 @@ import jax
 import pytest
 
 from configs import tiny
-from rpg_jax.runs.experiment import make_scorer, make_stage
+from rpg_jax.runs.experiment import evaluation_generator, make_scorer, make_stage
+from rpg_jax.types import Sampling
+from tests.training.test_generate import PROBLEMS, FakeRollout
 
 
 def test_every_part_of_the_reward_gets_what_it_needs_from_the_config():
@@ -21,6 +23,21 @@ def test_every_part_of_the_reward_gets_what_it_needs_from_the_config():
     assert scores.parts["length"] == pytest.approx([-0.2, -1.0])
     assert scores.parts["overlong"] == pytest.approx([0.0, -1.0])
     assert scores.accuracy == pytest.approx([1.0, 0.0])
+
+
+def test_an_evaluation_samples_in_an_order_that_no_earlier_call_changes(monkeypatch):
+    """Sets number their problems alike, and a process that goes on after a kill knows no lengths."""
+    asked = []
+    generated = FakeRollout.generate
+    monkeypatch.setattr(FakeRollout, "generate", lambda *given: asked.append(given[1].expected) or generated(*given))
+    tokenizer = SimpleNamespace(chat=None, encode=lambda text: [1] * len(text), decode=lambda ids: "7")
+    fields = {"config": tiny.get_config(), "stage": None, "tokenizer": tokenizer}
+    with make_scorer(fields["config"]) as scorer:
+        experiment = SimpleNamespace(**fields, sampling=lambda temperature: Sampling())
+        generate = evaluation_generator(experiment, FakeRollout(), scorer)
+        for step in (0, 1):
+            generate(PROBLEMS, step=step)
+    assert asked == [[None, None]] * 2
 
 
 def test_lockstep_on_several_processes_has_no_environment_and_an_experiment_without_one_no_stage(monkeypatch):

@@ -159,6 +159,11 @@ def test_the_mean_lengths_of_a_prompt_are_expected_of_it_later_and_not_where_the
     generate(PROBLEMS[1:], step=0)
     generate(PROBLEMS, step=1)
     assert asked == [[None], [None, 3.5]]
+    asked.clear()
+    generate = generator(Rollout(), lambda problems, texts, *_: scores(texts), by_length=False)
+    for step in (0, 1):
+        generate(PROBLEMS, step=step)
+    assert asked == [[None, None]] * 2
 
 
 def test_each_process_scores_what_it_took_and_all_have_all_groups_in_order(monkeypatch):
