@@ -220,13 +220,6 @@ def test_every_prompt_is_in_one_chunk_of_its_length_and_every_row_names_it():
             assert row in groups[row.group]
 
 
-def test_many_prompts_are_planned_in_the_time_of_one_pass():
-    began = time.perf_counter()
-    _, _, made = chunks([40, 3] * 20_000, 64, 64)
-    assert [len(made), len(made[-1].lengths)] == [25_000, 4]
-    assert time.perf_counter() - began < 10, "a pass for each chunk takes 28 s"
-
-
 def test_prompts_that_are_done_leave_the_prefills_of_the_others_as_they_are():
     lengths = [3, 40, 17, 5, 33, 16, 1, 20, 20]
     done = {1, 3, 4, 7}
