@@ -3,7 +3,7 @@
 It was raised five times: experiments had 3,800 lines before the programme on a pretrained model, which has 312, and
 4,060 before paths of every length had exact sums. The package had 38,000 before a KL that is summed over the
 vocabulary and a teacher as the reference, which have 470, and 37,844 before the docstrings of losses and of the step
-said their shapes and errors. It had 37,318 before some sixty defects were mended, which a reading of all code found.
+said their shapes and errors. It had 37,318 before some fifty defects were mended, which a reading of all code found.
 """
 
 from pathlib import Path

@@ -297,7 +297,7 @@ def _stops(generation: Mapping[str, Any]) -> list[int]:
 class IncrementalDecoder:
     """Decodes a growing completion piece by piece and never emits part of a character. The pieces and the result of
     `flush`, joined, equal `tokenizer.decode` of all ids. `push` decodes again only the last piece and the ids after
-    it, so that the cost of a token does not grow with the completion."""
+    it, so the cost of a token does not grow with the completion, except in a run of ids that complete no text."""
 
     def __init__(self, tokenizer: Codec):
         self._tokenizer = tokenizer
