@@ -130,10 +130,10 @@ def whiten(values: jax.Array, lengths: jax.Array) -> jax.Array:
     tokens = lengths.astype(values.dtype)
     count = jnp.maximum(jnp.sum(tokens), 1)
     counted = tokens > 0
-    values = jnp.where(counted, values, 0)  # a reward that does not count may be NaN
     equal = jnp.max(values, where=counted, initial=-jnp.inf) <= jnp.min(values, where=counted, initial=jnp.inf)
-    centred = jnp.where(equal & counted, 0, values - jnp.sum(tokens * values) / count)
-    variance = jnp.sum(tokens * jnp.square(centred)) / jnp.maximum(count - 1, 1)
+    mean = jnp.sum(tokens * values, where=counted) / count  # elsewhere a reward may be NaN
+    centred = jnp.where(equal & counted, 0, values - mean)
+    variance = jnp.sum(tokens * jnp.square(centred), where=counted) / jnp.maximum(count - 1, 1)
     return centred * jax.lax.rsqrt(variance + VARIANCE_FLOOR)
 
 
