@@ -75,7 +75,7 @@ def evaluate(options: argparse.Namespace) -> int:
         with storage.Folder(loaded.config.run.dir) as home, tempfile.TemporaryDirectory() as scratch:
             opened = policy.of_config(loaded.config, Path(scratch), fields, **needed)
             found = evaluation.evaluate(opened, Path(options.folder).name, home, **how)
-    return 130 if found is None else 0
+    return 130 if found is None else 0  # as after Ctrl-C: the same command continues
 
 
 def changes(options: argparse.Namespace, config: ConfigDict, given: Container[str] = ()) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def plan(options: argparse.Namespace) -> int:
                 raise ValueError(f"no settings that fit {topology.name} by arithmetic; take a larger slice")
             config = next(iter(found.values())).config
             if not options.json:
-                show_settings(topology, dict(list(found.items())[:8]))
+                show_settings(topology, found)
         programs, step = run_plan.plan(config, topology, options.programs, lengths=lengths(config))
         fits = all(program.fits(topology.chip) for program in programs.values())
         if not fits and not options.search:
@@ -107,7 +107,7 @@ def plan(options: argparse.Namespace) -> int:
     if programs:
         show(topology, programs, step)
     if found and not options.search:
-        show_settings(topology, found if options.beside else dict(list(found.items())[:8]))
+        show_settings(topology, found, None if options.beside else 8)
     if not (fits or found):
         print("no settings that fit by arithmetic were found; take a larger slice")
     return 0 if fits else 1
@@ -138,10 +138,10 @@ def show(
             console.print(f"  {name}: {programs[name].refused}", markup=False)
 
 
-def show_settings(topology: Topology, found: Mapping[str, Estimate]) -> None:
-    """Prints a row for each setting in `found`, {name: estimate}: the count of trained numbers, GiB on a chip, and the
-    seconds of the expected step, or "no room" if the setting does not fit."""
-    console, table = screen.console(), []
+def show_settings(topology: Topology, found: Mapping[str, Estimate], most: int | None = 8) -> None:
+    """Prints a row for each of the first `most` settings (None: all) in `found`, {name: estimate}: the count of trained
+    numbers, GiB on a chip, and the seconds of the expected step, or "no room" if the setting does not fit."""
+    console, table, found = screen.console(), [], dict(list(found.items())[:most])
     for number, one in enumerate(found.values(), 1):
         memory = [*one.sizes.values(), one.peak(sampling=False), one.peak(sampling=True)][1:]
         trained = one.sizes["trained"]

@@ -38,8 +38,8 @@ class Config:
 
 
 def configs_of(runs: Sequence[Run]) -> list[Config]:
-    """Groups runs by config, in the order of the first run of each. Runs without config.json are grouped by name. The
-    last run of a seed counts: it is no second seed. A line on stderr names each run that is left out for that."""
+    """Groups runs by config, in the order of the first run of each. Runs without config.json are grouped by name. Of
+    several runs of one seed the last counts: a repeated run is no second seed. stderr names the runs left out."""
     by_fields: dict[str, dict[Any, Run]] = {}
     for run in runs:
         counted = {k: v for k, v in run.config.items() if not _is_aside(k)}

@@ -229,7 +229,7 @@ def _check_loss(config: ConfigDict) -> None:
         if config.loss.credit == "turn":
             losses.turn_advantages(advantage, [[np.zeros(1, np.float32)]])
     if config.rollout.group_size == 1 and config.dynamic_sampling.enabled:
-        raise ValueError("rollout.group_size=1 has nothing to train: set dynamic_sampling.enabled=False, or 2 or more")
+        raise ValueError("rollout.group_size=1: dynamic sampling drops such groups; set dynamic_sampling.enabled=False")
     name, hyperparameters = loss_arguments(config)
     one: Any = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     names = ("logprobs", "behaviour_logprobs", "advantages", "mask", "ref_logprobs", "sampler_logprobs")

@@ -34,7 +34,7 @@ def resolved(**changes):
         ({"rollout.group_size": 1}, "group_size=1: loss.advantage=group_mean compares the completions of a prompt"),
         (
             {"rollout.group_size": 1, "method": "REINFORCE++"},
-            "group_size=1 has nothing to train: set dyn",
+            "group_size=1: dynamic sampling drops such groups; set dyn",
         ),
         ({"optimizer.warmup": "10"}, "optimizer.warmup='10' must be a number with its unit"),
         ({"reference.every": "2 epochs"}, "reference.every='2 epochs' must be a number with its unit"),

@@ -280,7 +280,7 @@ class Balance:
             print(f"{healthy}; it rests, longer after each: {error}", file=sys.stderr, flush=True)
 
     async def _look(self, look: Look) -> None:
-        """Follows the addresses that `look` finds. If it raises, or needs over five seconds, the known ones stay."""
+        """Follows the addresses that `look` finds. They stay if `look` raises or needs more than five seconds."""
         try:
             async with asyncio.timeout(_FOLLOW_SECONDS):  # wait_for of Python 3.11 may lose a cancellation
                 found = await look()

@@ -61,7 +61,7 @@ class Admission:
 
     The attribute `active` is the number of requests that are served. The server sets `draining` when it shuts down:
     then no request and no load is admitted. A prompt without a seed has its random numbers from the next number of
-    `arrivals`, which begins at random: other servers draw others. `codec` and `sampling` are attributes too.
+    `arrivals`, which begins at a random number, different on each server. `codec` and `sampling` are attributes too.
 
     Args:
       rollout: its driver serves the requests.
@@ -76,7 +76,7 @@ class Admission:
     ):
         self.codec, self.sampling = codec, sampling
         self._rollout, self._max_active = rollout, max_active
-        self.arrivals = itertools.count(secrets.randbits(31))  # of 32 bits
+        self.arrivals = itertools.count(secrets.randbits(31))  # random counters have 32 bits
         self.active, self.draining = 0, False
         self._completions = 0  # the number of completions of the active requests
         self._ended = time.monotonic()  # the last request or load
