@@ -31,7 +31,7 @@ REMEMBERED = 100_000  # scores
 KEY_VARIABLE = "JUDGE_API_KEY"  # the environment variable with the server's API key, if it has one
 _MOST_BYTES = 2**22  # of a reply
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
-_ASIDE = re.compile(r"\((?!\d+(?:\.\d+)?(?:/\d+)?\))[^()]*\)")  # not (8) and (8/10), which are grades
+_SCALE = re.compile(r"\([^()]*\d\s*(?:to|[-–])\s*\d[^()]*\)")  # (0 to 10); the grade may be (8) or (8 out of 10)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 Item = tuple[str, str, str]
@@ -126,8 +126,8 @@ class Server:
 
     def _graded(self, text: str) -> float:
         """Returns the last line's number (8, 8/10, Score (0-9) - 8) / `scale`. Raises BadScore if not in [0, scale]."""
-        lines = [line for line in text.rpartition("</think>")[2].splitlines() if line.strip()]
-        found = _NUMBER.search(_ASIDE.sub("", lines[-1]).rpartition(":")[2]) if lines else None
+        last = next(filter(str.strip, reversed(text.rpartition("</think>")[2].splitlines())), "")
+        found = _NUMBER.search(_SCALE.sub("", last).rpartition(":")[2])
         if found is None:
             raise BadScore(f"no number in the judge's last line: {text[-80:]!r}")
         score = float(found[0])

@@ -86,6 +86,7 @@ def test_a_chat_judge_reads_question_reference_and_completion_and_answers_at_tem
     [
         ("8", (0.8, None)), ("<think>9</think>\n3.5", (0.35, None)), ("1\n\n0\n", (0.0, None)),
         ("Grade (0 to 10) - 8", (0.8, None)), ("8 (scale: 0 to 10)", (0.8, None)), ("Score (0-10): 8", (0.8, None)),
+        ("Score: (8 out of 10)", (0.8, None)),
         ("Grade: (8)", (0.8, None)), ("(8.5/10)", (0.85, None)), ("I give none (0 to 10)", (None, "value")),
         ("no grade", (None, "value")), ("11", (None, "value")), ("", (None, "value")), (None, (None, "value")),
     ],
