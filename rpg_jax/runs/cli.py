@@ -16,7 +16,6 @@ import os
 import signal
 import sys
 import traceback
-import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -337,12 +336,13 @@ def prepare_libraries() -> None:
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # its tracebacks; `rpg_jax.storage.errors` says one line
     # Orbax logs an error that it also raises. asyncio logs the errors of a save's other arrays, or fails to log them.
     for logger in (absl.logging.get_absl_logger(), logging.getLogger("asyncio")):
-        logger.addFilter(lambda record: not (record.exc_info and _passes_orbax(record.exc_info[2])))
+        logger.addFilter(_not_through_orbax)
     sys.unraisablehook = _unraisable
 
 
-def _passes_orbax(trace: types.TracebackType | None) -> bool:
-    return any(frame.f_globals.get("__name__", "").startswith("orbax.") for frame, _ in traceback.walk_tb(trace))
+def _not_through_orbax(record: logging.LogRecord) -> bool:
+    trace = traceback.walk_tb(record.exc_info[2] if record.exc_info else None)
+    return not any(frame.f_globals.get("__name__", "").startswith("orbax.") for frame, _ in trace)
 
 
 def _unraisable(caught: Any) -> None:

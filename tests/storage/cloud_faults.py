@@ -5,6 +5,7 @@ python -m tests.storage.cloud_faults ["write run files" ...]
 
 import asyncio
 import contextlib
+import gc
 import io
 import sys
 import tempfile
@@ -122,6 +123,9 @@ def quick_bucket() -> Iterator[FakeGcs]:
             patch.setenv(name, value)
         import gcsfs  # it reads the environment once
 
+        patch.setattr(sys, "unraisablehook", sys.unraisablehook)
+        cli.prepare_libraries()  # as a command does
+
         patch.setattr(gcsfs.retry, "asyncio", types.SimpleNamespace(sleep=at_once))
         for context in (tensorstore_utils._BASE_TS_CONTEXT, tensorstore_utils._DEFAULT_OCDBT_TS_CONTEXT):
             quick = {"max_retries": 3, "initial_delay": "1ms", "max_delay": "2ms"}
@@ -137,6 +141,7 @@ def ended(call: Callable[[], object]) -> tuple[int, str]:
         with cli.run_is_open():
             call()
 
+    gc.collect()  # asyncio says then which reads of earlier saves failed
     with contextlib.redirect_stderr(io.StringIO()) as said:
         code = cli.run(command, cli.parser("train", ""), [])
     return code, said.getvalue()
