@@ -16,14 +16,15 @@ import jax
 import numpy as np
 from rich.table import Table
 
-from rpg_jax import rewards, storage
+from rpg_jax import storage
 from rpg_jax.data import Group, Problem, RolloutBatch
 from rpg_jax.data.groups import last_shown
 from rpg_jax.parallel import hosts
 from rpg_jax.report import scores, screen
 from rpg_jax.report.progress import Progress
 from rpg_jax.report.scores import clustered_standard_error
-from rpg_jax.rewards import Scorer
+from rpg_jax.rewards import callables, verifiers
+from rpg_jax.rewards.scorer import Scorer
 from rpg_jax.rollout import Rollout, capacity
 from rpg_jax.runs import run_folder
 from rpg_jax.runs.experiment import Experiment, evaluation_generator, make_rollout, make_scorer, problems_digest
@@ -324,8 +325,8 @@ def settings_of(policy: Policy, name: str, k: int | None, weights: str) -> dict[
     of each problem (None: as the source or the config says)."""
     c, held_out = policy.experiment.config, policy.experiment.task.held_out
     parts, model = reward_arguments(c)[0], to_json(dataclasses.asdict(policy.experiment.layout.model))
-    code = rewards.paths(parts) + [name for name, field in own_code(c).items() if field.startswith("environment.")]
-    uses = {"rewards": True, "judge": rewards.JUDGE in parts, "environment": c.environment.name is not None}
+    code = verifiers.paths(parts) + [name for name, field in own_code(c).items() if field.startswith("environment.")]
+    uses = {"rewards": True, "judge": verifiers.JUDGE in parts, "environment": c.environment.name is not None}
     return {
         "policy": name,
         "step": policy.step,
@@ -342,7 +343,7 @@ def settings_of(policy: Policy, name: str, k: int | None, weights: str) -> dict[
         **{name: c.task[name] for name in ("thinking", "max_prompt_tokens", "too_long")},
         "tokenizer": policy.experiment.tokenizer.digest()[:16],
         **{section: c[section].to_dict() for section, used in uses.items() if used},
-        "code": {name: digest[:16] for path in code for name, digest in rewards.source_digests(path).items()},
+        "code": {name: digest[:16] for path in code for name, digest in callables.source_digests(path).items()},
     }
 
 

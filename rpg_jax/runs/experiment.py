@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 from ml_collections import ConfigDict
 
-from rpg_jax import data, models, rewards, rollout, storage
+from rpg_jax import data, models, rollout, storage
 from rpg_jax.environments.environment import NOTHING, Handed
 from rpg_jax.environments.environment import find as find_environment
 from rpg_jax.environments.player import Observations, Player
@@ -27,6 +27,8 @@ from rpg_jax.environments.stage import Stage
 from rpg_jax.models.weights import quantized
 from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import INPUTS, PARENT, START
+from rpg_jax.rewards import callables, verifiers
+from rpg_jax.rewards.scorer import Scorer
 from rpg_jax.runs import checkpointing, cli, config_files, memory, processes, run_folder
 from rpg_jax.runs.layout import Layout, make_layout, teacher_folder
 from rpg_jax.runs.memory import fitting_layout, make_decoding, with_micro_batch
@@ -193,8 +195,8 @@ def make_rollout(
 
 
 def make_scorer(
-    config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS, *, begins: bool = True
-) -> rewards.Scorer:
+    config: ConfigDict, functions: verifiers.Functions = verifiers.NO_FUNCTIONS, *, begins: bool = True
+) -> Scorer:
     """The scorer of the config's rewards. `functions` are a Python program's rewards, by their names in
     `rewards.parts`. `begins`: the run is new. Then a grade (not 1, 0 or -1) that decides accuracy without
     `rewards.right_above` raises ValueError at a call of the scorer, if it is among the first 1,000 scores. Other grades
@@ -202,13 +204,13 @@ def make_scorer(
     c = config.rewards
     weights, options = reward_arguments(config)
     how = {"workers": c.workers, "deadline_s": c.deadline_seconds, "accuracy": c.accuracy, "right_above": c.right_above}
-    return rewards.Scorer(weights, options=options, functions=functions, begins=begins, **how)
+    return Scorer(weights, options=options, functions=functions, begins=begins, **how)
 
 
 def make_generator(
     experiment: Experiment,
     own: rollout.Rollout,
-    scorer: rewards.Scorer,
+    scorer: Scorer,
     *,
     temperature: float,
     group_size: int,
@@ -240,7 +242,7 @@ def make_generator(
     )
 
 
-def evaluation_generator(experiment: Experiment, own: rollout.Rollout, scorer: rewards.Scorer) -> GroupGenerator:
+def evaluation_generator(experiment: Experiment, own: rollout.Rollout, scorer: Scorer) -> GroupGenerator:
     """The function from problems to scored groups for evaluations: `evaluation.k` completions each, drawn by `own` at
     `evaluation.temperature`, scored by `scorer`, with seeds that training never uses. Earlier calls change nothing."""
     c, seed = experiment.config.evaluation, (experiment.config.seed + 0x5EED) % 2**31
@@ -331,7 +333,7 @@ def code_digests(config: ConfigDict, handed: Handed = NOTHING) -> dict[str, str]
     return {
         f"{field} ({name})": digest
         for path, field in own_code(config).items()
-        for name, digest in rewards.source_digests(path, handed.get(path)).items()
+        for name, digest in callables.source_digests(path, handed.get(path)).items()
     }
 
 

@@ -14,9 +14,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rpg_jax import data, rewards, storage
+from rpg_jax import data, storage
 from rpg_jax.environments import Message
 from rpg_jax.environments.stage import Stage
+from rpg_jax.rewards import verifiers
 from rpg_jax.rewards.callables import load
 from rpg_jax.runs.resolve import reward_arguments
 
@@ -84,7 +85,7 @@ class Task:
     def with_answers(self, config: ConfigDict) -> Task:
         """A copy whose `train` and `held_out` have only problems with an answer; the task itself if the config's
         rewards need no answers. `notes` count what each split has lost. Raises ValueError if a split loses all."""
-        if not rewards.needs_answers(reward_arguments(config)[0]):
+        if not verifiers.needs_answers(reward_arguments(config)[0]):
             return self
         notes = [*self.notes]
 

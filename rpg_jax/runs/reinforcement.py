@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
-from rpg_jax import data, losses, models, rewards, rollout, storage
+from rpg_jax import data, losses, models, rollout, storage
+from rpg_jax.rewards.scorer import Scorer
+from rpg_jax.rewards.verifiers import ENVIRONMENT, NO_FUNCTIONS, Functions
 from rpg_jax.rollout import weights_checksum
 from rpg_jax.runs import processes
 from rpg_jax.runs.checkpointing import Checkpointing
@@ -56,7 +58,7 @@ from rpg_jax.training.reference import Reference, Taught
 from rpg_jax.training.state import TrainState
 
 
-def run(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS, on_step: OnStep | None = None) -> int:
+def run(config: ConfigDict, functions: Functions = NO_FUNCTIONS, on_step: OnStep | None = None) -> int:
     """Joins the other processes of the run, resolves `config`, which must name the run, and trains to the last step,
     from the last checkpoint if the run's folder has one. Returns 0, or 128 plus the number of the signal that stopped
     the run after it saved.
@@ -190,7 +192,7 @@ def _make_algorithm(
     experiment: Experiment,
     learner: Learner,
     own: rollout.Rollout,
-    scorer: rewards.Scorer,
+    scorer: Scorer,
     reference: Reference,
     folder: storage.Folder,
     base: models.Base | None = None,
@@ -209,7 +211,7 @@ def _make_algorithm(
     )
     (name, hyperparameters), files = loss_arguments(c), None
     weights = reward_arguments(c)[0]
-    credit = {"credit": c.loss.credit, "environment_weight": weights.get(rewards.ENVIRONMENT, 0.0)}
+    credit = {"credit": c.loss.credit, "environment_weight": weights.get(ENVIRONMENT, 0.0)}
     if c.log.rollouts_every:
         numbers = token_numbers(losses.find_loss(name), **hyperparameters)
         how = {"every": c.log.rollouts_every, "parts": weights}
@@ -283,7 +285,7 @@ def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Fol
 
 
 def _make_collector(
-    experiment: Experiment, own: rollout.Rollout, scorer: rewards.Scorer, journal: rollout.GroupJournal | None
+    experiment: Experiment, own: rollout.Rollout, scorer: Scorer, journal: rollout.GroupJournal | None
 ) -> Collector:
     """The collector of a step's groups, which samples by `own` and scores by `scorer`: between updates or ahead of
     them, whole completions or parts. Raises ValueError if several processes would sample ahead without servers."""

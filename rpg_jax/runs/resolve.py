@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from rpg_jax import losses, models, rewards
+from rpg_jax import losses, models
 from rpg_jax.losses.regularized_pg import TOKEN_SUMS
+from rpg_jax.rewards import verifiers
 from rpg_jax.rewards.callables import load
 from rpg_jax.runs import config_files, logs
 from rpg_jax.types import Count
@@ -34,7 +35,7 @@ def resolve(config: ConfigDict) -> ConfigDict:
     _check_reference(resolved)
     _check_rehearsal(resolved)
     decided = {name: resolved.rewards[name] for name in ("accuracy", "right_above")}
-    rewards.check(*reward_arguments(resolved), **decided)
+    verifiers.check(*reward_arguments(resolved), **decided)
     _check_environment(resolved)
     return resolved.lock()
 
@@ -304,7 +305,7 @@ def _check_environment(config: ConfigDict) -> None:
     object, or if a turn may be longer than all turns together. A user's own environment is not imported."""
     name = config.environment.name
     if name is None:
-        if rewards.ENVIRONMENT in reward_arguments(config)[0]:
+        if verifiers.ENVIRONMENT in reward_arguments(config)[0]:
             raise ValueError("rewards.parts=environment is what an environment pays: set environment.name too")
         return
     environment_options(config)
@@ -331,7 +332,7 @@ def check_trusted(config: ConfigDict, run: object, *, trust: bool, given: str = 
     only training imports them. Nor does code in `given`, the `rewards.parts` that a command line put into the config.
     """
     why = [f"imports {n!r} ({f})" for n, f in own_code(config).items() if f[:5] != "loss." and n not in _weights(given)]
-    if rewards.JUDGE in reward_arguments(config)[0]:
+    if verifiers.JUDGE in reward_arguments(config)[0]:
         why.append(f"sends completions, and the variable JUDGE_API_KEY, to {config.judge.url!r} (judge.url)")
     if why and not trust:
         raise ValueError(
@@ -373,7 +374,7 @@ def loss_arguments(config: ConfigDict) -> tuple[str, dict[str, Any]]:
 
 
 def reward_arguments(config: ConfigDict) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-    """Arguments of `rewards.Scorer`: (the weights {part: weight}, the options {part: keywords} of parts with options).
+    """Arguments of `Scorer`: (the weights {part: weight}, the options {part: keywords} of parts with options).
     The part that decides accuracy has weight 0 if `rewards.parts` does not have it. Overlong shaping is a part.
     Its buffer is the limit at most: evaluations may have a lower limit than their run."""
     c, limit = config.rewards, config.rollout.max_tokens
@@ -389,7 +390,7 @@ def reward_arguments(config: ConfigDict) -> tuple[dict[str, float], dict[str, di
 
 
 def _reward_parts(config: ConfigDict) -> str:
-    return config.rewards.parts or ("exact" if config.environment.name is None else rewards.ENVIRONMENT)
+    return config.rewards.parts or ("exact" if config.environment.name is None else verifiers.ENVIRONMENT)
 
 
 def _weights(parts: str) -> dict[str, float]:

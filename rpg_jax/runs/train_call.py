@@ -16,11 +16,12 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from rpg_jax import losses, models, rewards
+from rpg_jax import losses, models
 from rpg_jax.data import encode_prompt, load, load_tokenizer
 from rpg_jax.models.sizes import parameter_count
 from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import read_metrics
+from rpg_jax.rewards import callables
 from rpg_jax.runs import cli, config_files, processes, reinforcement, run_folder
 from rpg_jax.runs.policy import Policy
 from rpg_jax.runs.problems import Row, Rows, listed_rows, split_rows, write_rows
@@ -222,7 +223,7 @@ def _handed_over(overrides: Mapping[str, Any], *, reward: Any, **others: Any) ->
     """What a run needs of the objects that a call of `train` handed over. Declares a loss and an advantage."""
     fields, named, functions = _Handed({}, {}, {})
     if reward is not None:
-        weights, functions = rewards.named(reward)
+        weights, functions = callables.named(reward)
         _refuse(overrides, "reward", "rewards.parts")
         fields["rewards.parts"] = ",".join(f"{part}:{weight!r}" for part, weight in weights.items())
         named["reward"] = "+".join(part.rpartition(":")[2] for part in weights)
@@ -234,7 +235,7 @@ def _handed_over(overrides: Mapping[str, Any], *, reward: Any, **others: Any) ->
         if (handed := others.get(argument)) is None:
             continue
         _refuse(overrides, argument, field)
-        name = fields[field] = handed if isinstance(handed, str) else rewards.name_of(handed, argument)
+        name = fields[field] = handed if isinstance(handed, str) else callables.name_of(handed, argument)
         named[argument] = name.rpartition(":")[2]
         if isinstance(handed, str):
             continue

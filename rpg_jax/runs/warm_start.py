@@ -25,7 +25,8 @@ from rpg_jax import losses, models, storage
 from rpg_jax.environments.environment import NOTHING, Handed
 from rpg_jax.parallel import hosts
 from rpg_jax.report.progress import Progress
-from rpg_jax.rewards import JUDGE, Scorer
+from rpg_jax.rewards.scorer import Scorer
+from rpg_jax.rewards.verifiers import JUDGE
 from rpg_jax.rollout import Rollout
 from rpg_jax.runs.experiment import Experiment, code_digests, files_digest, input_digests, make_generator, make_rollout
 from rpg_jax.runs.layout import Layout

@@ -18,7 +18,7 @@ from rpg_jax.data import Group, Problem
 from rpg_jax.data.groups import groups_from_bytes, groups_to_bytes, last_turn, shown, unscored
 from rpg_jax.environments.player import Player
 from rpg_jax.parallel import hosts
-from rpg_jax.rewards import Scorer
+from rpg_jax.rewards.scorer import Scorer
 from rpg_jax.rollout import GroupJournal, Request, Rollout, Split, Start
 from rpg_jax.training.heartbeat import beat
 from rpg_jax.types import Completion, Sampling

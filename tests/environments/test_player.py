@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rpg_jax import rewards
 from rpg_jax.data.groups import last_shown
 from rpg_jax.environments.environment import Declaration
 from rpg_jax.environments.player import Observations, Player
 from rpg_jax.environments.stage import Stage
+from rpg_jax.rewards.scorer import Scorer
 from rpg_jax.rollout import Split
 from rpg_jax.training.generate import GroupGenerator
 from rpg_jax.types import Completion, Sampling, Turns
@@ -229,7 +229,7 @@ def test_groups_have_the_rewards_of_their_turns_and_texts_with_marks(stage, toke
         )
 
     rollout, played, lengths = Scripted([["1", "5"], ["code: 1 // 0"]], tokenizer), [], []
-    with rewards.Scorer("environment", right_above=0.0) as scorer:
+    with Scorer("environment", right_above=0.0) as scorer:
         sizes = {"group_size": 2, "sampling": Sampling(), "seed": 0}
         made = GroupGenerator(
             rollout, lambda p: say(tokenizer, p.prompt), tokenizer.decode,

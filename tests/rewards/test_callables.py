@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rpg_jax import rewards
+from rpg_jax.rewards import callables
+from rpg_jax.rewards.scorer import Scorer
 
 HERE = __name__
 
@@ -20,8 +21,8 @@ def close(completion, answer, prompt, *, digits=1):
 
 
 def scored(reward, texts, **options):
-    weights, functions = rewards.named(reward)
-    with rewards.Scorer(weights, functions=functions, **options) as scorer:
+    weights, functions = callables.named(reward)
+    with Scorer(weights, functions=functions, **options) as scorer:
         problems = [SimpleNamespace(prompt="2+2=", answer="4", source="s")] * len(texts)
         return scorer(problems, texts, [1] * len(texts))
 
@@ -63,19 +64,19 @@ def test_verdicts_need_no_threshold(wrong, capsys):
 
 
 def test_a_rare_grade_is_noted_once_after_a_thousand_verdicts_and_in_a_run_that_goes_on(capsys):
-    weights, functions = rewards.named(wellformed)
+    weights, functions = callables.named(wellformed)
 
     def score(scorer, texts):
         problems = [SimpleNamespace(prompt="", answer="4", source="s")] * len(texts)
         return scorer(problems, texts, [1] * len(texts)).accuracy.tolist()
 
     for begins, before in ((True, 1000), (False, 1)):
-        with rewards.Scorer(weights, functions=functions, begins=begins) as scorer:
+        with Scorer(weights, functions=functions, begins=begins) as scorer:
             score(scorer, ["4"] * before)
             assert [score(scorer, ["5", "4"]) for _ in range(3)] == [[0, 1]] * 3
         said = capsys.readouterr().err
         assert said.count("note: the reward") == 1 and "A score below 1 counts as wrong" in said
-    with rewards.Scorer(weights, functions=functions) as scorer:
+    with Scorer(weights, functions=functions) as scorer:
         score(scorer, ["4"] * 999)
         with pytest.raises(ValueError, match="neither right"):
             score(scorer, ["5"])
@@ -113,17 +114,17 @@ def swapped(prompt, completion, gold):
 
 
 def test_what_cannot_be_named_or_called_is_refused_before_anything_runs():
-    assert [*rewards.named(functools.partial(close, digits=2))[0]] == [f"{HERE}:close"]
+    assert [*callables.named(functools.partial(close, digits=2))[0]] == [f"{HERE}:close"]
     with pytest.raises(ValueError, match=rf"two rewards are called {HERE}:.*<lambda>: give each function a name"):
-        rewards.named({(lambda c, a, p: 1): 1.0, (lambda c, a, p: 0): 1.0})
+        callables.named({(lambda c, a, p: 1): 1.0, (lambda c, a, p: 0): 1.0})
     with pytest.raises(ValueError, match=r"\(completion, answer, prompt\) or .*\(completion, answer\), with strings"):
-        rewards.named(lambda completion: 1.0)
+        callables.named(lambda completion: 1.0)
     with pytest.raises(ValueError, match=r"swapped\(prompt, completion, gold\): its 'prompt' would be the completion"):
-        rewards.named(swapped)
+        callables.named(swapped)
     with pytest.raises(ValueError, match="its 'completions' would be the completion"):
-        rewards.named(lambda completions, answer, **columns: [1.0])  # a list, as TRL hands it over
+        callables.named(lambda completions, answer, **columns: [1.0])  # a list, as TRL hands it over
     with pytest.raises(ValueError, match="a reward is a function or the name of a part, got int"):
-        rewards.named({3: 1.0})
+        callables.named({3: 1.0})
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_what_cannot_be_named_or_called_is_refused_before_anything_runs():
 )
 def test_what_says_no_reward_is_refused(reward, said):
     with pytest.raises(ValueError, match=said):
-        rewards.named(reward)
+        callables.named(reward)
 
 
 def two(completion, answer):

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from rpg_jax import rewards
 from rpg_jax.data import Problem
 from rpg_jax.report.scores import maj_at_k
 from rpg_jax.rewards.extraction import (
@@ -25,6 +24,7 @@ from rpg_jax.rewards.extraction import (
     merge_equal_answers,
     normalise,
 )
+from rpg_jax.rewards.scorer import Scorer
 
 # 1,200 completions and references, 130 picked by hand and the rest drawn from fragments of the rules; verdicts
 # computed once with `verl.utils.reward_score.math_dapo.compute_score` of the PyPI package verl 0.5.0.
@@ -72,7 +72,7 @@ def test_the_answer_is_what_the_verifier_compares(verifier, completion, answer):
 
 def test_answers_follow_each_problems_own_verifier():
     problems = [Problem(0, "p", "9", "gsm8k"), Problem(1, "p", "9", "math_dapo")]
-    with rewards.Scorer("by_source") as scorer:
+    with Scorer("by_source") as scorer:
         assert scorer.answers(problems, [["#### 9.0", "9"], ["Answer: 9.0"]]) == [["9", None], ["9.0"]]
 
 
@@ -184,7 +184,7 @@ def test_maj_at_k_under_math_verify_is_that_of_the_answers_and_does_not_know_the
     problems = [SimpleNamespace(prompt="", answer=answer, source="math500") for answer in WRITTEN]
     texts = [[f"so it is \\boxed{{{given}}}" for given in written] for written, *_ in WRITTEN.values()]
     odd = ["no answer", "it is 9,\nthat is 9 apples", "\\boxed{5\\%}", "\\boxed{5}", "\\boxed{0.05}"]
-    with rewards.Scorer("by_source", workers=2) as scorer:
+    with Scorer("by_source", workers=2) as scorer:
         flat = [(problem, text) for problem, own in zip(problems, texts, strict=True) for text in own]
         scores = scorer(*zip(*flat, strict=True), [1] * 10)
         answers = scorer.answers(problems, texts)

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from rpg_jax import rewards
+from rpg_jax.rewards import verifiers
 from rpg_jax.rewards.judge import Judge, Server
+from rpg_jax.rewards.scorer import Scorer
 
 
 @pytest.fixture
@@ -189,22 +190,22 @@ def test_a_judge_rewards_while_another_part_decides_accuracy(served):
     )
     options = {"judge": {"url": url}}
     weights = {"judge": 1.0, "exact": 0.0}
-    scores = score(rewards.Scorer(weights, options=options, accuracy="exact"), ["1", "2", "bad"])
+    scores = score(Scorer(weights, options=options, accuracy="exact"), ["1", "2", "bad"])
     assert scores.rewards.tolist() == pytest.approx([0.6, 0.6, 0.0]) and scores.accuracy.tolist() == [1, 0, 0]
     assert scores.errors == {"value": 1} and scores.failures == [None, None, None]
-    assert score(rewards.Scorer("judge", options=options, right_above=0.5), ["1", "2"]).accuracy.tolist() == [1, 1]
-    assert score(rewards.Scorer("judge", options=options, right_above=0.6), ["1", "2"]).accuracy.tolist() == [0, 0]
-    assert not rewards.needs_answers({"judge": 1.0}) and rewards.needs_answers(weights)
+    assert score(Scorer("judge", options=options, right_above=0.5), ["1", "2"]).accuracy.tolist() == [1, 1]
+    assert score(Scorer("judge", options=options, right_above=0.6), ["1", "2"]).accuracy.tolist() == [0, 0]
+    assert not verifiers.needs_answers({"judge": 1.0}) and verifiers.needs_answers(weights)
 
 
 @pytest.mark.parametrize("weights", [{"judge": 1.0}, {"judge": 0.5, "exact": 0.5}])
 def test_a_judge_decides_accuracy_only_from_a_grade_on_that_somebody_names(weights):
     options = {"judge": {"url": "http://x"}}
     with pytest.raises(ValueError, match="reward 'judge' decides accuracy, and grades: add --config.rewards.right_abo"):
-        rewards.check(weights, options)
-    rewards.check(weights, options, right_above=0.0)
-    rewards.check({"exact": 1.0, **weights}, options)
-    rewards.check({**weights, "exact": 0.0}, options, accuracy="exact")
+        verifiers.check(weights, options)
+    verifiers.check(weights, options, right_above=0.0)
+    verifiers.check({"exact": 1.0, **weights}, options)
+    verifiers.check({**weights, "exact": 0.0}, options, accuracy="exact")
 
 
 @pytest.mark.parametrize(
@@ -217,9 +218,9 @@ def test_a_judge_decides_accuracy_only_from_a_grade_on_that_somebody_names(weigh
 )
 def test_a_judge_that_cannot_be_asked_is_refused_before_anything_runs(fields, reason):
     with pytest.raises(ValueError, match=reason):
-        rewards.check({"judge": 1.0}, {"judge": fields})
+        verifiers.check({"judge": 1.0}, {"judge": fields})
 
 
 def test_accuracy_is_decided_by_a_verifier():
     with pytest.raises(ValueError, match=r"rewards\.accuracy='format' must be a verifier among"):
-        rewards.Scorer({"exact": 1.0, "format": 1.0}, accuracy="format")
+        Scorer({"exact": 1.0, "format": 1.0}, accuracy="format")

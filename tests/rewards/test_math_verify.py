@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rpg_jax import rewards
+from rpg_jax.rewards.scorer import Scorer
 
 pytest.importorskip("math_verify", reason="the library math-verify is not installed")
 
@@ -25,7 +25,7 @@ HOSTILE = ["Answer: 10**10**10", "Answer: __import__('os').system('touch /tmp/at
 
 @pytest.mark.slow  # SymPy, and a deadline that has to pass
 def test_math_verify_judges_in_the_pool_and_survives_hostile_completions():
-    with rewards.Scorer("math_verify", workers=2, deadline_s=8.0) as scorer:
+    with Scorer("math_verify", workers=2, deadline_s=8.0) as scorer:
         cases = [*CASES, *((text, "7", 0) for text in HOSTILE), ("\\boxed{7}", "7", 1)]
         problems = [SimpleNamespace(prompt="", answer=answer, source="math500") for _, answer, _ in cases]
         scores = scorer(problems, [text for text, *_ in cases], [1] * len(cases))

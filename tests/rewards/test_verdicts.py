@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from rpg_jax import rewards
-from rpg_jax.rewards import Scorer, scorer
+from rpg_jax.rewards import scorer, verifiers
+from rpg_jax.rewards.scorer import Scorer
 from rpg_jax.rewards.verdicts import LARGEST, BadScore, checked_score
 from rpg_jax.rewards.verifier_process import _judge
 from tests.rewards.test_scorer import problem
@@ -52,4 +52,4 @@ def test_what_is_no_score_is_an_error_of_its_own_kind(name, monkeypatch):
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf, 1e39, 1.0001e6])
 def test_a_weight_that_makes_rewards_infinite_is_refused(weight):
     with pytest.raises(ValueError, match="the weight of the reward 'exact' must be a number within"):
-        rewards.check({"exact": weight}, {})
+        verifiers.check({"exact": weight}, {})

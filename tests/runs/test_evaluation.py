@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from configs import tiny
-from rpg_jax import evaluate, rewards, storage
+from rpg_jax import evaluate, storage
 from rpg_jax.data import Problem
 from rpg_jax.data.groups import Group
 from rpg_jax.models.config import DecoderConfig, Rope, Yarn
+from rpg_jax.rewards.scorer import Scorer
 from rpg_jax.runs import config_files, evaluation
 from rpg_jax.runs.resolve import resolve
 from rpg_jax.types import Completion
@@ -43,7 +44,7 @@ class FakeSampler:
 def run(file):
     sampler = FakeSampler()
     chunks = evaluation.plan(SETS, lambda p: p.samples, completions=4)
-    with rewards.Scorer("math_dapo") as scorer:
+    with Scorer("math_dapo") as scorer:
         done = list(evaluation.complete(file, chunks, sampler, scorer, step=3))
     return done, sampler.calls
 
@@ -83,7 +84,7 @@ def test_a_file_cut_anywhere_is_completed_to_the_same_bytes(tmp_path, cut):
 def test_a_failed_verdict_keeps_its_kind():
     group = FakeSampler().group(SETS["even"][0], 2)
     group = Group(**{**vars(group), "failures": [None, "timeout"]})
-    with rewards.Scorer("math_dapo") as scorer:
+    with Scorer("math_dapo") as scorer:
         assert [r["verdict"] for r in evaluation.records("s", [group], scorer)] == ["right", "timeout"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from configs import tiny
 from rpg_jax import data
 from rpg_jax.models import DecoderConfig, Rope
-from rpg_jax.rewards import source_digests
+from rpg_jax.rewards.callables import source_digests
 from rpg_jax.runs.experiment import check_inputs, model_digest, problems_digest
 from rpg_jax.runs.problems import Task
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from configs import qwen3_4b_2k, tiny
-from rpg_jax import losses, rewards
+from rpg_jax import losses
+from rpg_jax.rewards import verifiers
 from rpg_jax.runs import config_files, reinforcement
 from rpg_jax.runs.reinforcement import check_rows
 from rpg_jax.runs.resolve import check_sampling, check_training, loss_arguments, resolve, reward_arguments
@@ -95,7 +96,7 @@ def test_an_evaluation_with_a_lower_limit_than_the_runs_buffer_is_scored():
     run = resolved(**{"rollout.max_tokens": 1024, "rewards.overlong_shaping": True, "rewards.overlong_buffer": 256})
     evaluated = config_files.changed(run, {"rollout.max_tokens": 200})
     weights, options = reward_arguments(evaluated)
-    rewards.check(weights, options)
+    verifiers.check(weights, options)
     assert options["overlong"] == {"limit": 200, "buffer": 200}
     assert reward_arguments(run)[1]["overlong"] == {"limit": 1024, "buffer": 256}
 

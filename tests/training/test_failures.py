@@ -7,10 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from rpg_jax import data, losses, rewards
+from rpg_jax import data, losses
 from rpg_jax.data.groups import decode_groups, encode_groups
 from rpg_jax.losses import ADVANTAGES, AGGREGATES
 from rpg_jax.losses.regularized_pg import TOKEN_SUMS
+from rpg_jax.rewards import callables
+from rpg_jax.rewards.scorer import Scorer
 from rpg_jax.rollout import Split
 from rpg_jax.training.collect import Collected, DynamicSampling, collect
 from rpg_jax.training.generate import GroupGenerator
@@ -241,8 +243,8 @@ class Talk:
 
 def generated(function, parts=1.0, turns=(None, None, None)):
     """The group and the failed verdicts of a function, beside `exact`, which decides accuracy."""
-    name = rewards.named(function)
-    scorer = rewards.Scorer({"exact": 1.0, **{n: parts for n in name[1]}}, functions=name[1], deadline_s=0.2)
+    name = callables.named(function)
+    scorer = Scorer({"exact": 1.0, **{n: parts for n in name[1]}}, functions=name[1], deadline_s=0.2)
     with scorer:
         generate = GroupGenerator(
             Talk(turns),

@@ -9,7 +9,7 @@ import pytest
 
 from rpg_jax.data import Problem
 from rpg_jax.data.groups import groups_to_bytes
-from rpg_jax.rewards import Scores
+from rpg_jax.rewards.scorer import Scores
 from rpg_jax.rollout import Split
 from rpg_jax.training.generate import GroupGenerator
 from rpg_jax.types import Completion, Sampling
