@@ -100,15 +100,17 @@ def _slots_of_a_device(layout: Layout, decoding: Decoding, most: int | None) -> 
 def _held_while_sampling(layout: Layout, learner: Learner, decoding: Decoding) -> float:
     """Bytes on a device that are held during sampling beside the weights that decode: the optimizer's and the critic's
     state and a resident reference, if `layout.trains`; the adapters, and the trainer's weights or frozen base if a copy
-    decodes. 0 on devices that only sample."""
+    decodes; `rollout.max_staleness` copies for later batches. 0 on devices that only sample."""
     if layout.config.rollout.devices:
         return 0.0
+    ahead = layout.config.rollout.max_staleness * layout.trains
     trained, own = bytes_on_a_device(layout.abstract_trained), has_copy(layout, decoding)
     state = bytes_on_a_device(learner.like) if layout.trains else trained  # without arrays in host memory
     if layout.lora is not None:
         state += bytes_on_a_device(layout.abstract_base) if own else 0
-    elif not own:
+    elif not own and not ahead:
         state -= trained
+    state += ahead * bytes_on_a_device(synced_params(layout, decoding))
     return state + (_resident_reference(layout) if layout.trains else 0.0)
 
 
@@ -335,6 +337,7 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
     The programs are those of `own_peaks`, "baseline", "prefill" and "decode". The optimizer's state and frozen weights
     count where they are no arguments. A copy of the weights for decoding, and the arrays of a step's completions, stay
     while the trainer works; the cache, during "prefill", and during training if sampling runs ahead on these devices.
+    With `rollout.max_staleness` above 0, so many copies of the synced weights stay, the rollout's own among them.
     The reference's weights are there during "log-probs" if it may differ from the policy, and during updates that sum
     the KL over the vocabulary. With `reference.resident`, and for a teacher, these weights always stay, unless
     `offload` names the reference. Devices that only sample hold nothing of the trainer's; a copy for them waits on the
@@ -349,6 +352,7 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
     row = 4 * (3 * shape.length + 8 * shape.completion_length)
     training = own + c.rollout.prompts_per_step * c.rollout.group_size * row / layout.mesh.size
     training += cache if c.rollout.max_staleness and not c.rollout.devices else 0.0
+    training += max(0, c.rollout.max_staleness - (own > 0)) * bytes_on_a_device(synced_params(layout, decoding))
     stays = _resident_reference(layout)
     read = _reference_bytes(layout)
     other = read if stays or reference_differs(c) else 0

@@ -207,9 +207,26 @@ def test_sampling_ahead_on_the_same_devices_leaves_less_for_training():
     assert difference == pytest.approx(cache) and cache > GIB / 4
     held = [memory.resident(layout, learner, decoding) for layout in (ahead, alone)]
     assert held[0]["update"] - held[1]["update"] == pytest.approx(cache), "plans read this"
-    assert held[0]["prefill"] == held[1]["prefill"]
+    staged = memory.bytes_on_a_device(memory.decoding_params(alone, decoding))
+    assert held[0]["prefill"] - held[1]["prefill"] == pytest.approx(staged), "the copy for the next batch"
+    further = memory.resident(layout_of(config, 16 * GIB, **changes, **{"rollout.max_staleness": 3}), learner, decoding)
+    assert further["update"] - held[0]["update"] == pytest.approx(2 * staged), "two more batches wait with theirs"
+    assert further["prefill"] - held[0]["prefill"] == pytest.approx(2 * staged)
     sizes = [memory.with_micro_batch(layout).config.train.microbatch_size for layout in (alone, ahead)]
     assert sizes[0] > sizes[1] >= 8
+
+
+def test_sampling_ahead_in_the_trainers_own_dtype_copies_the_weights_that_training_donates():
+    config = qwen3_0p6b_gsm8k.get_config()
+    changes = {"model.param_dtype": "bfloat16", "rollout.slots": 64, "mesh.fsdp": -1}
+    alone = layout_of(config, 64 * GIB, 1, **changes)
+    ahead = layout_of(config, 64 * GIB, 1, **changes, **{"rollout.max_staleness": 1})
+    learner, decoding = make_learner(alone), make_decoding(alone)
+    assert not memory.has_copy(alone, decoding)
+    weights = memory.bytes_on_a_device(memory.decoding_params(alone, decoding))
+    held = [memory.resident(layout, learner, decoding) for layout in (ahead, alone)]
+    assert held[0]["update"] - held[1]["update"] == pytest.approx(memory.cache_bytes(alone, decoding) + weights)
+    assert held[0]["prefill"] - held[1]["prefill"] == pytest.approx(2 * weights), "the trainer's and the next batch's"
 
 
 def test_a_size_that_is_given_stands_and_without_a_known_memory_nothing_is_chosen():
