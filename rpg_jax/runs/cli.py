@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import traceback
+import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -334,19 +335,18 @@ def prepare_libraries() -> None:
     absl.flags.FLAGS.mark_as_parsed()  # Grain and Orbax read their defaults there
     absl.logging.set_verbosity(absl.logging.WARNING)  # Orbax reports every file it writes
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # its tracebacks; `rpg_jax.storage.errors` says one line
-    # Orbax logs an error that it also raises. asyncio logs the errors of a save's other arrays, or fails to log them.
+    # Orbax logs an error that it also raises. The errors of a save's other arrays end in asyncio's log or as garbage.
     for logger in (absl.logging.get_absl_logger(), logging.getLogger("asyncio")):
-        logger.addFilter(_not_through_orbax)
+        logger.addFilter(lambda record: not (record.exc_info and _passes_orbax(record.exc_info[2])))
     sys.unraisablehook = _unraisable
 
 
-def _not_through_orbax(record: logging.LogRecord) -> bool:
-    trace = traceback.walk_tb(record.exc_info[2] if record.exc_info else None)
-    return not any(frame.f_globals.get("__name__", "").startswith("orbax.") for frame, _ in trace)
+def _passes_orbax(trace: types.TracebackType | None) -> bool:
+    return any(frame.f_globals.get("__name__", "").startswith("orbax.") for frame, _ in traceback.walk_tb(trace))
 
 
 def _unraisable(caught: Any) -> None:
-    if str(caught.exc_value) != "Event loop is closed":
+    if str(caught.exc_value) != "Event loop is closed" and not _passes_orbax(caught.exc_traceback):
         sys.__unraisablehook__(caught)
 
 

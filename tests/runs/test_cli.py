@@ -312,3 +312,15 @@ def test_a_command_ends_with_the_code_that_is_not_restarted_and_keeps_the_traceb
     said = capsys.readouterr().err
     assert said.endswith("error: 'text'; it took no step, and another start would end the same\n")
     assert "Traceback" in said and not (tmp_path / "r").exists()
+
+
+def test_what_a_library_leaves_to_the_garbage_is_told_but_for_errors_that_orbax_raises_too(monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    cli.prepare_libraries()
+    told = []
+    monkeypatch.setattr(sys, "__unraisablehook__", lambda caught: told.append(str(caught.exc_value)))
+    for module in ("orbax.checkpoint", "mine"):
+        scope = {"__name__": module}
+        exec("class Read:\n    def __del__(self):\n        raise ValueError(__name__)", scope)
+        scope["Read"]()
+    assert told == ["mine"]
