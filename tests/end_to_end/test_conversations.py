@@ -17,7 +17,7 @@ NAMED = (*SETTINGS, "--config.run.name=r")
     "how",
     [
         (),
-        ("--config.rollout.driver=lockstep",),
+        pytest.param(("--config.rollout.driver=lockstep",), marks=pytest.mark.soak),
         # The loss reads the sampler's bits, so no slot may be lent: as many slots as conversations.
         ("--config.rollout.max_staleness=1", "--config.rollout.slots=32"),
     ],
@@ -38,7 +38,7 @@ def test_a_run_killed_in_the_middle_of_conversations_ends_with_the_same_weights(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("driver", ["orchestrator", "lockstep"])
+@pytest.mark.parametrize("driver", ["orchestrator", pytest.param("lockstep", marks=pytest.mark.soak)])
 def test_an_environment_that_hangs_dies_and_lies_is_counted_and_nothing_hangs(shared, tmp_path, driver):
     options = (
         MOODY,

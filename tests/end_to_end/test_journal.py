@@ -35,7 +35,7 @@ def counts(run_dir):
     ("how", "groups"),
     [
         ((), 30),
-        (("--config.rollout.driver=lockstep",), 30),
+        pytest.param(("--config.rollout.driver=lockstep",), 30, marks=pytest.mark.soak),
         (("--config.rollout.max_staleness=1",), 30),
         (("--config.rollout.partial_tokens=2",), 50),
     ],

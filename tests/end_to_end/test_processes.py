@@ -127,7 +127,7 @@ def test_processes_draw_parts_as_one(alone, driver):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_the_same_weights_have_the_same_checksum_on_any_number_of_processes(alone, processes):
     shutil.copytree(alone / "one", alone / f"ended{processes}")
     layout = ("--config.mesh.fsdp=2", "--config.mesh.replica=4")

@@ -77,9 +77,10 @@ def test_every_method_trains_and_leaves_a_complete_run_folder(warm, tmp_path, me
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_any_moment_ends_with_the_weights_and_metrics_of_one_that_was_not(warm, tmp_path, popen):
-    """Groups are carried over from step to step, and the reference moves in the middle of steps. The programs are those
-    of users, which are optimised."""
+@pytest.mark.parametrize("optimised", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_a_run_killed_at_any_moment_ends_as_one_that_was_not(warm, tmp_path, popen, optimised):
+    """Groups are carried over from step to step, and the reference moves in the middle of steps. The programs of users
+    are optimised."""
     settings = (
         "--config.train.steps=12",
         "--config.reference.every=3updates",
@@ -87,7 +88,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_weights_and_metrics_of_one_tha
         "--config.dynamic_sampling.surplus=carry",
         "--config.run.name=r",
     )
-    straight = run(warm, tmp_path / "straight", *settings, optimised=True)
+    straight = run(warm, tmp_path / "straight", *settings, optimised=optimised)
     compilations = [r.get("time/compilations", 0) for r in metrics(tmp_path / "straight" / "r", times=True)]
     assert compilations[1] > 0 and sum(compilations[4:]) == 0, "steps after the first few compile nothing"
     assert sum(r.get("groups_carried_in", 0) for r in metrics(tmp_path / "straight" / "r")) > 0
@@ -99,7 +100,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_weights_and_metrics_of_one_tha
         process = popen(
             command(warm, tmp_path / "killed", *settings),
             cwd=ROOT,
-            env=environment(warm, optimised=True),
+            env=environment(warm, optimised=optimised),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -114,7 +115,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_weights_and_metrics_of_one_tha
             time.sleep(0.005)
         if process.returncode == 0:
             break
-    resumed = run(warm, tmp_path / "killed", *settings, optimised=True)
+    resumed = run(warm, tmp_path / "killed", *settings, optimised=optimised)
     assert killed_at, "no kill landed"
     assert checksum(resumed) == checksum(straight)
     assert metrics(tmp_path / "killed" / "r") == metrics(tmp_path / "straight" / "r")

@@ -96,7 +96,9 @@ def long_tail(work, build):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slots", [8, 32, 128])
+@pytest.mark.parametrize(
+    "slots", [pytest.param(8, marks=pytest.mark.soak), 32, pytest.param(128, marks=pytest.mark.soak)]
+)
 def test_a_thousand_completions_are_the_same_from_every_driver_and_number_of_slots(
     build, long_tail, is_same, slots, letters
 ):
