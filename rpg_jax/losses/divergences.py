@@ -66,7 +66,7 @@ class Divergence:
         if self.coefficients is None:
             raise ValueError(
                 f"the divergence {self.objective} is defined for tokens alone: declare its Coefficients(a, b, c), with "
-                "K = w (a log r + b) - c rho, or use level='token'"
+                "K = w (a log r + b) - c rho, or use level='token' without estimator='exact'"
             )
         return self.coefficients
 

@@ -1,6 +1,6 @@
 """What every divergence has to be, by hand: arXiv:2505.17508 (Tables 1, 2 and 4), extended to ρ ≠ 1.
 
-Shares no code with the losses. A new divergence is one row here: test_divergences, test_regularized_pg and
+The formulas share no code with the losses. A new divergence is one row here: test_divergences, test_regularized_pg and
 test_clipping then prove its value, both estimators and all clips.
 """
 
@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
+
+from rpg_jax.losses import DIVERGENCES
 
 
 class Oracle(NamedTuple):
@@ -33,3 +35,5 @@ ORACLES = {
         lambda w, rho: 0.5 * (w * jnp.log(w / rho) + w - rho),
     ),
 }
+OF_COMPLETIONS = [name for name, row in DIVERGENCES.items() if row.coefficients and name in ORACLES]
+"""What whole completions and the estimator `exact` take: a divergence without `Coefficients` is of tokens alone."""

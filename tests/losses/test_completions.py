@@ -20,7 +20,7 @@ from rpg_jax.losses import completions, token_loss
 from rpg_jax.losses.divergences import DIVERGENCES, gradient_weight
 from rpg_jax.losses.tokens import checked
 from rpg_jax.runs.resolve import resolve
-from tests.losses.oracles import ORACLES
+from tests.losses.oracles import OF_COMPLETIONS, ORACLES
 
 pytestmark = pytest.mark.usefixtures("x64")
 KL_COEF, ACTIONS = 0.7, 3
@@ -109,7 +109,7 @@ CASES = tuple(itertools.product(("on", "off"), ("behaviour", "other")))
 
 
 @pytest.mark.parametrize(
-    "divergence", [pytest.param(d, marks=() if d in ("urkl", "fkl") else pytest.mark.slow) for d in ORACLES]
+    "divergence", [pytest.param(d, marks=() if d in ("urkl", "fkl") else pytest.mark.slow) for d in OF_COMPLETIONS]
 )
 def test_the_product_weight_is_exact_for_completions(divergence, length=4):
     chain = dict(OFFLINE, level="to_go", trace_decay=1.0, trace_cap=float("inf"))
@@ -130,7 +130,7 @@ def with_environment(theta, length):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("divergence", ORACLES)
+@pytest.mark.parametrize("divergence", OF_COMPLETIONS)
 def test_the_product_weight_is_exact_for_conversations(divergence, length=5):
     theta, old, ref, rewards = (jnp.asarray(np.random.default_rng(i).normal(0, 0.7, (31, ACTIONS))) for i in range(4))
     old, ref, rewards = with_environment(old, length), with_environment(ref, length), rewards.ravel()[: len(tree(5)[0])]

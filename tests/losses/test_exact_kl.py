@@ -5,6 +5,7 @@ The KL of a prefix is summed over the actions at the prefix. Both tables, θ and
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -14,7 +15,7 @@ import pytest
 
 from rpg_jax.losses import DIVERGENCES, PrefixKL, policy_loss, token_loss
 from rpg_jax.losses.tokens import checked
-from tests.losses.oracles import ORACLES
+from tests.losses.oracles import OF_COMPLETIONS, ORACLES
 from tests.losses.test_completions import (
     ACTIONS,
     EXACT,
@@ -66,7 +67,7 @@ def gradient(case, length, **options):
     return jax.jit(jax.grad(lambda x: expected_loss(x, case, length, **options)))(case[0])
 
 
-@pytest.mark.parametrize("divergence", ORACLES)
+@pytest.mark.parametrize("divergence", OF_COMPLETIONS)
 def test_to_go_with_the_product_weight_is_exact_for_completions(divergence, length=4):
     for policy in ("on", "off"):
         case = tables(length, policy)
@@ -85,7 +86,7 @@ def test_to_go_is_exact_on_policy_without_the_weights_of_prefixes(divergence, le
     np.testing.assert_allclose(got, exact, **EXACT)
 
 
-@pytest.mark.parametrize("divergence", ORACLES)
+@pytest.mark.parametrize("divergence", OF_COMPLETIONS)
 def test_at_the_level_of_tokens_it_has_the_expected_gradient_of_samples(divergence, length=3):
     """Off-policy: the prefixes are those of π_old for both. Without a trace `to_go` is the level of tokens."""
     case, options = tables(length), dict(divergence=divergence, clip="none", kl_coef=KL_COEF)
@@ -96,7 +97,7 @@ def test_at_the_level_of_tokens_it_has_the_expected_gradient_of_samples(divergen
     assert np.allclose(short, sampled, **EXACT) == reverse
 
 
-@pytest.mark.parametrize("divergence", ORACLES)
+@pytest.mark.parametrize("divergence", OF_COMPLETIONS)
 def test_given_a_prefix_the_kl_has_no_noise(divergence):
     """Completions of one token share their prefix: all of them have one gradient."""
     theta, old, ref, rewards = tables(1)
@@ -241,6 +242,14 @@ def test_what_has_no_exact_gradient_is_refused_with_the_way_out(change, message)
         policy_loss("rpg", **options | change)
 
 
+def test_a_divergence_of_tokens_alone_is_told_both_ways_out(monkeypatch):
+    monkeypatch.setitem(DIVERGENCES, "own", dataclasses.replace(DIVERGENCES["rkl"], coefficients=None))
+    options = dict(arrays(np.random.default_rng(4)), clip="none", divergence="own")
+    policy_loss("rpg", **options)
+    with pytest.raises(ValueError, match="declare its Coefficients.*level='token' without estimator='exact'"):
+        policy_loss("rpg", **options, estimator="exact")
+
+
 def test_every_divergence_is_covered():
-    """A new divergence needs its row in `ORACLES`; then the tests above hold its exact gradient too."""
+    """A new divergence needs its row in `ORACLES`; with `Coefficients` the tests above hold its exact gradient too."""
     assert set(ORACLES) == set(DIVERGENCES)
