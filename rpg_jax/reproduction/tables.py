@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from rpg_jax.losses import METHODS
+from rpg_jax.losses.methods import METHODS, REGULARIZED
 from rpg_jax.runs import run_names
 
 SMALL_CONFIG = "configs/small.py"
@@ -151,12 +151,12 @@ _OF_SMOLLM2: Fields = {
 # The rows of "reasoning", in the order of the paper's tables.
 _REASONING = (
     *("GRPO", "DAPO", "REINFORCE++", "REINFORCE++-Baseline", "RLOO", "Dr.GRPO", "GSPO", "CISPO", "DPPO-TV", "MaxRL"),
-    *("KL-in-reward", *(name for name in METHODS if name.startswith("RPG-") and "SEQ" not in name)),
+    *("KL-in-reward", *REGULARIZED),
 )
 # At β = 1e-4, with the behaviour policy as the reference, the rows of `_ONE_ALGORITHM` are PPO's clip on group-mean
 # advantages, up to 2e-4 of the gradient (tests/losses/test_methods.py).
 _ALONE = [name for name, method in METHODS.items() if method.reference != "teacher"]  # the others need a teacher
-_ONE_ALGORITHM = {"the eight RPG rows": [name for name in METHODS if name.startswith("RPG-") and "SEQ" not in name]}
+_ONE_ALGORITHM = {"the eight RPG rows": [*REGULARIZED]}  # not every RPG-… of METHODS: a new one has its own β
 _TO_GO = {f"{name}, to-go": name for name in _REASONING if "-REINFORCE-" in name}
 # The rows of "starts": three warm starts by one recipe, and two methods with each other's advantage.
 _STARTS = {n: "configs/chains_start" + f"_{n}" * bool(n) for n in range(3)}

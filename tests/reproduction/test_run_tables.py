@@ -4,6 +4,7 @@ import importlib
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -32,6 +33,18 @@ def test_every_table_has_its_baseline_and_distinct_runs(name):
     cells = table.planned_runs(range(2))
     assert len({cell.name for cell in cells}) == len(cells) == 2 * len(table.rows)
     assert len(set(map(tuple, table.rows.values()))) == len(table.rows)
+
+
+def test_a_new_row_of_methods_is_not_pooled_with_the_rows_of_the_paper():
+    program = """
+from rpg_jax.losses import methods
+methods.METHODS = methods.METHODS | {"RPG-OWN": methods.regularized("rkl", "reinforce", source="own", kl_coef=0.1)}
+from rpg_jax.reproduction.tables import TABLES
+print(*[row for table in TABLES.values() for rows in table.pooled.values() for row in rows if row == "RPG-OWN"])
+print("RPG-OWN" in TABLES["small"].rows, "RPG-OWN" in TABLES["reasoning"].rows)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=config_files.ROOT, capture_output=True, text=True)
+    assert done.stdout.split("\n") == ["", "True False", ""], done.stderr
 
 
 def write_page(name, cells, out):
