@@ -74,8 +74,8 @@ def make_table(name: str, table: Table, options: TableOptions) -> tuple[Path, di
     found = Results(name, table, results.collect(planned, options.out), *_about(options), scan)
     if kept:
         found = results.merge(kept, found, list(TABLES[name].rows))
-    if not any(run.scores() for run in found.runs):
-        raise ValueError(f"{options.out / 'runs'} has no evaluated run of this table: look at {options.out / 'logs'}")
+    if not any(run.scores() for run in found.runs if run.trained):
+        raise ValueError(f"{options.out / 'runs'} has no trained run of this table: look at {options.out / 'logs'}")
     data = options.out / name / f"{name}.json.gz"
     results.save(found, data)
     return page_from(data, options.out), failed

@@ -162,6 +162,16 @@ def test_intervals_of_paired_differences_cover_over_seeds(count, right):
     assert np.mean([abs(d.value - truth) <= d.half for d in found]) >= 0.935
 
 
+def test_a_table_whose_runs_ended_before_a_step_says_where_their_errors_are(tmp_path, leave_a_run, monkeypatch):
+    table = TABLES["small"].only(["DAPO"])
+    for cell in table.planned_runs([0]):
+        leave_a_run(tmp_path / "runs" / cell.name, 0.5, steps=0)
+    monkeypatch.setattr(run_tables, "train_runs", lambda *_, **__: {})
+    options = run_tables.TableOptions(tmp_path, [0], jobs=1, scan=False)
+    with pytest.raises(ValueError, match=f"no trained run of this table: look at {tmp_path / 'logs'}"):
+        run_tables.make_table("small", table, options)
+
+
 def test_ranks_share_ties():
     assert seeds.ranks([0.5, 0.9, 0.9, 0.1]) == [2, 1, 1, 3]
 
