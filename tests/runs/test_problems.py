@@ -196,6 +196,10 @@ class Empty(Doubles):
 class Silent:
     def __init__(self, held_out):
         self.texts = list
+
+class Knows(Doubles):
+    def problems(self, name, count=None):
+        return {"train": []}[name]
 """
 
 
@@ -213,6 +217,7 @@ def test_a_class_of_ones_own_makes_the_problems_and_the_demonstrations(tmp_path,
         ("own_task:Empty", "own_task:Empty has no problem in the set 'held out'"),
         ("own_task:Silent", r"it has no problems\(\)"),
         ("arithmatic", "known: arithmetic, chains, files, module:Class"),
+        ("own_task:Knows", "task.name=own_task:Knows raises KeyError: 'held out'"),
         ("own_tusk:Doubles", "cannot import 'own_tusk' for the task .*PYTHONPATH"),
     ):
         config.task.name = name
