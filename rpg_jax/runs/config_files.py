@@ -145,13 +145,13 @@ def _make_importable() -> None:
 def _explained(error: Exception, overrides: Sequence[str], file: str) -> str:
     """A line that explains `error` of config_flags. For an unknown field in `overrides` it names the nearest field."""
     known = fields()
-    for argument in overrides:
-        match = OVERRIDE.match(argument)
-        if match and match["field"] not in known and isinstance(error, KeyError | AttributeError | flags.Error):
-            name = match["field"]
+    unknown = isinstance(error, KeyError | AttributeError | flags.Error)
+    for argument in overrides if unknown else ():
+        if (match := OVERRIDE.match(argument)) and (name := match["field"]) not in known:
             if was := retired(name):
                 return was.line
-            return f"no config field {name!r}; did you mean {nearest(name)}? --help lists all of them"
+            own = ", or a key of loss.arguments" if name.startswith("loss.") else ""
+            return f"no config field {name!r}; did you mean {nearest(name)}{own}? --help lists all of them"
     section = str(error).strip("'\"") + "."  # the file sets a field of this section
     if was := next((row for row in all_retired() if row.name.startswith(section)), None):
         return was.line

@@ -63,6 +63,7 @@ def test_an_unknown_field_is_one_line_with_a_file_and_without(capsys, file):
         (["--config.run.name=a\udcff"], r"'--config.run.name=a\udcff' is no text in UTF-8"),
         (["--config.optimizer.lr=1e-4"], "no config field 'optimizer.lr'; did you mean optimizer.learning_rate?"),
         (["--config.lr=1e-4"], "no config field 'lr'; did you mean critic.learning_rate or optimizer."),
+        (["--config.loss.stiffness=2"], "no config field 'loss.stiffness'; did you mean loss.name, or a key of loss."),
         (["--config.kl_coef=0"], "no config field 'kl_coef'; did you mean loss.kl_coef?"),
         (["--config.fleet.port=9000"], "fleet.port is retired since 2026-11-24: the flag --http_port of rpg_jax.serve"),
         (["--config.run=high"], "no config field 'run'; did you mean run."),
