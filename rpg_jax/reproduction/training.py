@@ -11,7 +11,6 @@ from rpg_jax.report.tables import markdown_table
 from rpg_jax.reproduction.results import Rows
 from rpg_jax.reproduction.tables import Table
 from rpg_jax.training.reference import make_rule
-from rpg_jax.types import Count
 
 ROUNDING = 5e-5  # of a shown number
 AXES = ("updates", "completions", "seconds")  # of `Run.costs`
@@ -85,8 +84,8 @@ def _reference(by_seed: Mapping[int, Run]) -> str:
     """KL(π_old‖π_ref) in millinats per token, and the name of π_ref; "–" if π_ref is the behaviour policy. The KL is
     the sum of two metrics: the mean of log π_θ/π_ref and the mean of log π_old/π_θ."""
     config = next(iter(by_seed.values())).config
-    every = Count.parse(config["reference.every"], "reference.every")
-    anchor = make_rule(config["reference.rule"], every=every, kl_threshold=config["reference.kl_threshold"]).anchor()
+    section = {k.removeprefix("reference."): v for k, v in config.items() if k.startswith("reference.")}
+    anchor = make_rule(section).anchor()
     values = [1000 * (run.late("kl_k1") + run.late("behaviour_forward_kl_k1")) for run in by_seed.values()]
     return f"{significant(mean(values))} ({anchor})" if anchor else "–"
 

@@ -22,7 +22,7 @@ from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.training.critic import Critic
 from rpg_jax.training.objective import Objective, mean_fn, policy_loss_fn
 from rpg_jax.training.optimizer import Optimizer, make_optimizer
-from rpg_jax.training.reference import Rule, Taught, make_rule
+from rpg_jax.training.reference import Taught, make_rule
 from rpg_jax.training.state import TrainState, abstract, create_state, in_host_memory, state_shapes, state_shardings
 from rpg_jax.training.step import Programs, make_programs
 from rpg_jax.types import Count
@@ -133,19 +133,12 @@ def learner_programs(
     )
 
 
-def reference_rule(config: ConfigDict) -> Rule:
-    """The rule by which the config's reference policy moves. Raises ValueError for an unknown rule or wrong number."""
-    c = config.reference
-    every = Count.parse(c.every, "reference.every")
-    return make_rule(c.rule, every=every, kl_threshold=c.kl_threshold)
-
-
 def reference_differs(config: ConfigDict) -> bool:
     """Whether a step needs a pass for the reference's log-probs: the reference may differ from the policy at the start
     of the step, and servers do not have it."""
     if config.reference.path and not teacher_folder(config):
         return False
-    return reference_rule(config).differs(config.train.updates_per_step * config.train.epochs)
+    return make_rule(config.reference).differs(config.train.updates_per_step * config.train.epochs)
 
 
 def offloaded(config: ConfigDict) -> frozenset[str]:

@@ -39,7 +39,6 @@ from rpg_jax.runs.learner import (
     offloaded,
     open_base,
     open_teacher,
-    reference_rule,
 )
 from rpg_jax.runs.logs import RunLog
 from rpg_jax.runs.rehearsal import open_rehearsal
@@ -54,7 +53,7 @@ from rpg_jax.training.loop import Algorithm, Step, take_step
 from rpg_jax.training.measures import SAMPLER_GAPS, Guard
 from rpg_jax.training.objective import advantages_fn, token_rewards
 from rpg_jax.training.partial import PartialCollector
-from rpg_jax.training.reference import Reference, Taught
+from rpg_jax.training.reference import Reference, Taught, make_rule
 from rpg_jax.training.state import TrainState
 
 
@@ -334,4 +333,4 @@ def _make_reference(experiment: Experiment, folder: storage.Folder, closing: con
         served = make_served_teacher(experiment)
         closing.callback(served.close)
         how["teacher"] = Taught(scores=served.logprobs)
-    return Reference(reference_rule(c), memory=memory, **how)
+    return Reference(make_rule(c.reference), memory=memory, **how)

@@ -24,7 +24,7 @@ from rpg_jax.types import Count
 class Rule:
     """When the reference moves to the present policy. The base class never moves it.
 
-    Attributes:
+    Attributes, each a config field of its name in the section `reference`:
       every: K >= 1, in steps or in updates.
       kl_threshold: κ > 0, nats per token.
 
@@ -103,10 +103,13 @@ RULES: Mapping[str, type[Rule]] = MappingProxyType(
 )
 
 
-def make_rule(rule: str, **numbers: Any) -> Rule:
-    """Returns the rule with the name `rule` in `RULES`; `numbers` are the attributes of `Rule`. Raises ValueError for
-    an unknown name or a number out of its range."""
-    return lookup(RULES, "reference rule", rule)(**numbers)
+def make_rule(section: Mapping[str, Any]) -> Rule:
+    """Returns the rule named `section["rule"]` in `RULES`. Each attribute of its class is the field of the same name
+    in `section`, the config's section `reference`; `every` is text there, "4 updates". An older run's config may lack
+    the field of an attribute with a default. Raises ValueError for an unknown name or a number out of its range."""
+    rule = lookup(RULES, "reference rule", section["rule"])
+    own = {field.name: section[field.name] for field in dataclasses.fields(rule) if field.name in section}
+    return rule(**own | {"every": Count.parse(section["every"], "reference.every")})
 
 
 class Taught(NamedTuple):

@@ -118,7 +118,7 @@ class Loop:
 def make_loop(
     parts, folder, *, dynamic, rule="every", batch_size=8, programs=None, ahead=None, every="2 updates", **more
 ):
-    rule = make_rule(rule, every=Count.parse(every), kl_threshold=0.1)
+    rule = make_rule({"rule": rule, "every": every, "kl_threshold": 0.1})
     like = abstract(parts["shapes"], parts["params"])
     rollout, stream = FakeRollout(), data.PromptStream(PROBLEMS, seed=0)
     generator = FakeGenerator(rollout)

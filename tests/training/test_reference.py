@@ -1,12 +1,15 @@
 """When the reference moves, and that its weights come back bit for bit."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rpg_jax.storage.checkpoints import Snapshots
-from rpg_jax.training.reference import RULES, Reference, Taught, make_rule
+from rpg_jax.training import reference as reference_module
+from rpg_jax.training.reference import RULES, Reference, Rule, Taught, make_rule
 from rpg_jax.types import Count
 
 SHARDING = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -19,9 +22,13 @@ def weights(value):
     return {"w": jnp.full((3, 2), value, jnp.float32)}
 
 
+def made_rule(rule, every="4 updates", kl_threshold=0.1):
+    return make_rule({"rule": rule, "every": str(every), "kl_threshold": kl_threshold, "path": None})
+
+
 def make(tmp_path, rule, **changes):
     memory, teacher = changes.pop("memory", "disk"), changes.pop("teacher", None)
-    rule = make_rule(rule, **(dict(every=Count(4, "updates"), kl_threshold=0.1) | changes))
+    rule = made_rule(rule, **changes)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SHARDING), weights(0))
     return Reference(rule, snapshots=Snapshots(tmp_path / "reference"), like=like, memory=memory, teacher=teacher)
 
@@ -181,7 +188,7 @@ def test_a_rule_says_whether_the_reference_ever_costs_a_pass(tmp_path, rule, upd
     for step in range(1, 7):
         passes += not reference.coincides()
         steps(reference, updates_per_step, 1, kls=[0.0], first=step)
-    assert make_rule(rule, every=every, kl_threshold=0.1).differs(updates_per_step) == (passes > 0)
+    assert made_rule(rule, every).differs(updates_per_step) == (passes > 0)
 
 
 def test_a_reference_is_taken_over_with_its_weights_or_begins_at_the_present_policy(tmp_path):
@@ -202,8 +209,7 @@ def test_a_reference_is_taken_over_with_its_weights_or_begins_at_the_present_pol
 
 
 def test_a_rule_names_its_anchor():
-    numbers = dict(kl_threshold=0.1)
-    anchors = {name: make_rule(name, every=Count(4, "updates"), **numbers).anchor() for name in RULES}
+    anchors = {name: made_rule(name).anchor() for name in RULES}
     assert anchors == {
         "behaviour": None,
         "fixed": "initial",
@@ -211,4 +217,17 @@ def test_a_rule_names_its_anchor():
         "kl": "κ = 0.1",
         "teacher": "teacher",
     }
-    assert make_rule("every", every=Count(1, "steps"), **numbers).anchor() == "every 1 step"
+    assert made_rule("every", Count(1, "steps")).anchor() == "every 1 step"
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometric(Rule):
+    growth: float = 2.0
+    word = "steps {0.growth:g}ᵏ"
+
+
+def test_a_number_of_a_rule_of_ones_own_is_an_attribute_and_a_field(monkeypatch):
+    monkeypatch.setattr(reference_module, "RULES", RULES | {"geometric": Geometric})
+    section = {"rule": "geometric", "every": "1 step", "kl_threshold": 0.1, "path": None}
+    assert make_rule(section | {"growth": 3.0}).anchor() == "steps 3ᵏ"
+    assert make_rule(section).anchor() == "steps 2ᵏ", "a run of before the field"
