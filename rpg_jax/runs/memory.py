@@ -103,15 +103,15 @@ def _held_while_sampling(layout: Layout, learner: Learner, decoding: Decoding) -
     decodes; `rollout.max_staleness` copies for later batches. 0 on devices that only sample."""
     if layout.config.rollout.devices:
         return 0.0
-    ahead = layout.config.rollout.max_staleness * layout.trains
+    ahead = layout.config.rollout.max_staleness if layout.trains else 0
     trained, own = bytes_on_a_device(layout.abstract_trained), has_copy(layout, decoding)
     state = bytes_on_a_device(learner.like) if layout.trains else trained  # without arrays in host memory
     if layout.lora is not None:
         state += bytes_on_a_device(layout.abstract_base) if own else 0
     elif not own and not ahead:
         state -= trained
-    state += ahead * bytes_on_a_device(synced_params(layout, decoding))
-    return state + (_resident_reference(layout) if layout.trains else 0.0)
+    copies = ahead * bytes_on_a_device(synced_params(layout, decoding))
+    return state + copies + (_resident_reference(layout) if layout.trains else 0.0)
 
 
 def _reference_bytes(layout: Layout) -> float:
@@ -337,7 +337,7 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
     The programs are those of `own_peaks`, "baseline", "prefill" and "decode". The optimizer's state and frozen weights
     count where they are no arguments. A copy of the weights for decoding, and the arrays of a step's completions, stay
     while the trainer works; the cache, during "prefill", and during training if sampling runs ahead on these devices.
-    With `rollout.max_staleness` above 0, so many copies of the synced weights stay, the rollout's own among them.
+    `rollout.max_staleness` copies of the synced weights stay, the rollout's own among them, unless servers sample.
     The reference's weights are there during "log-probs" if it may differ from the policy, and during updates that sum
     the KL over the vocabulary. With `reference.resident`, and for a teacher, these weights always stay, unless
     `offload` names the reference. Devices that only sample hold nothing of the trainer's; a copy for them waits on the
@@ -351,8 +351,9 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
     cache = cache_bytes(layout, decoding)
     row = 4 * (3 * shape.length + 8 * shape.completion_length)
     training = own + c.rollout.prompts_per_step * c.rollout.group_size * row / layout.mesh.size
-    training += cache if c.rollout.max_staleness and not c.rollout.devices else 0.0
-    training += max(0, c.rollout.max_staleness - (own > 0)) * bytes_on_a_device(synced_params(layout, decoding))
+    ahead = 0 if rollout.find_driver(c.rollout.driver).remote else c.rollout.max_staleness
+    training += cache if ahead and not c.rollout.devices else 0.0
+    training += max(0, ahead - (own > 0)) * bytes_on_a_device(synced_params(layout, decoding))
     stays = _resident_reference(layout)
     read = _reference_bytes(layout)
     other = read if stays or reference_differs(c) else 0

@@ -212,6 +212,8 @@ def test_sampling_ahead_on_the_same_devices_leaves_less_for_training():
     further = memory.resident(layout_of(config, 16 * GIB, **changes, **{"rollout.max_staleness": 3}), learner, decoding)
     assert further["update"] - held[0]["update"] == pytest.approx(2 * staged), "two more batches wait with theirs"
     assert further["prefill"] - held[0]["prefill"] == pytest.approx(2 * staged)
+    servers = layout_of(config, 16 * GIB, **changes, **{"rollout.max_staleness": 3, "rollout.driver": "servers"})
+    assert memory.resident(servers, learner, decoding)["update"] == held[1]["update"], "weights wait in files"
     sizes = [memory.with_micro_batch(layout).config.train.microbatch_size for layout in (alone, ahead)]
     assert sizes[0] > sizes[1] >= 8
 
