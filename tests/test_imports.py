@@ -117,6 +117,15 @@ def test_a_config_is_resolved_without_the_extras():
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
+def test_a_process_of_a_verifier_imports_neither_numpy_nor_jax():
+    """It is started anew after each verdict that is too late."""
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys(('jax', 'numpy')))\n"  # imports of None fail
+        "import rpg_jax.rewards.verifier_process"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
 def test_the_package_imports_no_research_programme():
     assert (ROOT / "experiments").is_dir() and not importers("experiments")
 

@@ -1,1 +1,1 @@
-"""Rewards of completions. This package never imports JAX, and a worker of verifiers only what the worker needs."""
+"""Rewards of completions. This package never imports JAX. A verifier's process imports little, so it starts fast."""
