@@ -335,7 +335,7 @@ def prepare_libraries() -> None:
     absl.flags.FLAGS.mark_as_parsed()  # Grain and Orbax read their defaults there
     absl.logging.set_verbosity(absl.logging.WARNING)  # Orbax reports every file it writes
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # its tracebacks; `rpg_jax.storage.errors` says one line
-    # Orbax logs an error that it also raises. The errors of a save's other arrays end in asyncio's log or as garbage.
+    # Orbax logs an error that it also raises. Errors of the other arrays end in asyncio's log, or with the garbage.
     for logger in (absl.logging.get_absl_logger(), logging.getLogger("asyncio")):
         logger.addFilter(lambda record: not (record.exc_info and _passes_orbax(record.exc_info[2])))
     sys.unraisablehook = _unraisable

@@ -145,8 +145,7 @@ def _make_importable() -> None:
 def _explained(error: Exception, overrides: Sequence[str], file: str) -> str:
     """A line that explains `error` of config_flags. For an unknown field in `overrides` it names the nearest field."""
     known = fields()
-    unknown = isinstance(error, KeyError | AttributeError | flags.Error)
-    for argument in overrides if unknown else ():
+    for argument in overrides if isinstance(error, KeyError | AttributeError | flags.Error) else ():
         if (match := OVERRIDE.match(argument)) and (name := match["field"]) not in known:
             if was := retired(name):
                 return was.line

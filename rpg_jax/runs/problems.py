@@ -19,7 +19,7 @@ from rpg_jax.environments import Message
 from rpg_jax.environments.stage import Stage
 from rpg_jax.rewards import verifiers
 from rpg_jax.rewards.callables import load
-from rpg_jax.runs.resolve import named, reward_arguments
+from rpg_jax.runs.resolve import named_in_errors, reward_arguments
 
 Demonstration = str | Sequence[Message]
 """One turn as text, or the messages after a prompt, of which supervised training imitates the assistant's."""
@@ -74,7 +74,7 @@ class Task:
             return _files(config, train, held_out)
         if name not in GENERATED and ":" not in name:
             raise ValueError(f"unknown task.name {name!r}; known: {', '.join([*GENERATED, 'files', 'module:Class'])}")
-        with named(f"task.name={name}"):
+        with named_in_errors(f"task.name={name}"):
             task = GENERATED.get(name, _own)(config)
         notes = [*task.notes]
         own = _demonstrations(config, task.held_out, notes) if train and config.warm_start.enabled else None
@@ -174,8 +174,8 @@ def _chains(config: ConfigDict) -> Task:
 def _own(config: ConfigDict) -> Task:
     """A task of the user's own: the class "module:Class" of `task.name`, made with `held_out=task.held_out`. The class
     has `problems(name, count=None)`, for "train" with `task.generated` and for each held-out set without a count;
-    `texts()`, with every character of the task; and, if it wants a warm start, `examples(problems, turns=...)`: a text
-    or the messages of a conversation for each. Raises ValueError for a missing method, or an empty held-out set."""
+    `texts()`, with every character of the task; for a warm start, `examples(problems, turns=environment.max_turns)`: a
+    text or the messages of a conversation for each. Raises ValueError for a wrong class, and for an empty set."""
     make = load(config.task.name, "task")
     task = make(held_out=config.task.held_out)
     if missing := [name for name in ("problems", "texts") if not callable(getattr(task, name, None))]:

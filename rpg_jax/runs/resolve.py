@@ -220,7 +220,7 @@ def _check_loss(config: ConfigDict) -> None:
     if config.loss.constant_length is not None and aggregate != "constant":
         raise ValueError(f"loss.constant_length is read by loss.aggregate=constant, not by {aggregate}: leave one out")
     if advantage not in losses.LEARNED_ADVANTAGES:
-        with named(f"loss.advantage={advantage}"):
+        with named_in_errors(f"loss.advantage={advantage}"):
             losses.advantages(advantage, np.zeros((2, 2)), lengths=np.ones((2, 2), np.int32))
             if config.rollout.group_size == 1 and _has_baseline(advantage, 2) and not _has_baseline(advantage, 1):
                 raise ValueError(
@@ -235,7 +235,7 @@ def _check_loss(config: ConfigDict) -> None:
     one: Any = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     names = ("logprobs", "behaviour_logprobs", "advantages", "mask", "ref_logprobs", "sampler_logprobs")
     given = dict.fromkeys(names, one) | {"prefix_kl": losses.PrefixKL(one, one)}
-    with named(f"loss.name={name}"):
+    with named_in_errors(f"loss.name={name}"):
         jax.eval_shape(lambda **arrays: losses.policy_loss(name, **arrays, **hyperparameters), **given)
 
 
@@ -280,7 +280,7 @@ def _has_baseline(advantage: str, group: int) -> bool:
 
 
 @contextlib.contextmanager
-def named(what: str) -> Iterator[None]:
+def named_in_errors(what: str) -> Iterator[None]:
     """Turns an error of the block into a ValueError whose message begins with `what`. ValueErrors pass unchanged."""
     try:
         yield
