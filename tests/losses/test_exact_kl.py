@@ -253,3 +253,4 @@ def test_a_divergence_of_tokens_alone_is_told_both_ways_out(monkeypatch):
 def test_every_divergence_is_covered():
     """A new divergence needs its row in `ORACLES`; with `Coefficients` the tests above hold its exact gradient too."""
     assert set(ORACLES) == set(DIVERGENCES)
+    assert {"fkl", "ufkl", "rkl", "urkl", "js", "ujs"} <= set(OF_COMPLETIONS), "these keep their Coefficients"
