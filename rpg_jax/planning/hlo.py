@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
@@ -62,12 +62,11 @@ class _Module:
         """Costs of one run of the computation `name`, with the computations that it calls; counted once, then kept."""
         if name not in self.done:
             self.done[name] = costs = Costs()
-            types = {i.name: i.type for i in self.computations[name]}
-            for instruction in self.computations[name]:
-                costs.add(self._instruction(instruction, types))
+            for instruction in self.computations[name].values():
+                costs.add(self._instruction(instruction))
         return self.done[name]
 
-    def _instruction(self, i: Instruction, types: dict[str, str]) -> Costs:
+    def _instruction(self, i: Instruction) -> Costs:
         costs = Costs()
         if i.op == "while":
             costs.add(self.costs(i.called("body")), self._trips(i.called("condition")))
@@ -83,47 +82,29 @@ class _Module:
             kinds = dict(inner.collectives)
             if "reduce-scatter" in i.called("calls") and "all-reduce" in kinds:
                 kinds["reduce-scatter"] = kinds.get("reduce-scatter", 0.0) + kinds.pop("all-reduce") / 2
-            costs.add(Costs(inner.flops, self._fusion_bytes(i, types), kinds, inner.launches))
+            costs.add(Costs(inner.flops, self._fusion_bytes(i), kinds, inner.launches))
         else:
             kind = i.op.removesuffix("-start")
             if kind in COLLECTIVES:
-                sizes = sum(bytes_of(types.get(o, ""), everywhere=True) for o in i.operands)
+                sizes = sum(bytes_of(o.type, everywhere=True) for o in i.operands)
                 costs.collectives[kind] = sizes * _received(kind, replica_group_size(i.attributes))
                 costs.launches = 1
-            costs.flops = _flops(i, types)
-            costs.bytes = self._bytes(i, types)
+            costs.flops, costs.bytes = _flops(i), _bytes(i)
         return costs
 
     def _trips(self, condition: str) -> int:
         """Runs of a loop whose `condition`, a computation, compares a counter from 0 with a constant; 1 for others."""
-        instructions = self.computations.get(condition, [])
+        instructions = self.computations.get(condition, {}).values()
         compares = [i for i in instructions if i.op in ("compare", "fusion")]
         bounds = [int(bound) for i in instructions for bound in captured(r"^constant\((\d+)\)", i.attributes)]
         return max(bounds) if len(compares) == 1 and bounds else 1
 
-    def _bytes(self, i: Instruction, types: dict[str, str]) -> float:
-        if i.op in _FREE or i.op.endswith(("-done", "-update")) or 'target="AllocateBuffer"' in i.attributes:
-            return 0
-        sizes = [bytes_of(types.get(o, "")) for o in i.operands]
-        if i.op == "custom-call" and i.name.startswith("ragged_"):
-            return _ragged_bytes(i, types)
-        if i.op in ("slice", "dynamic-slice", "gather"):
-            return 2 * bytes_of(i.type)
-        if i.op == "slice-start":  # its type: the operand, the slice and a counter
-            *_, part, _ = (found.group() for found in _ARRAY.finditer(i.type))
-            return bytes_of(part, everywhere=True) + bytes_of(part)
-        if i.op in ("dynamic-update-slice", "scatter"):
-            return 2 * sum(sizes[1:2])
-        if i.op.endswith("-start"):  # the type of a start repeats the operands
-            return 2 * sum(sizes) if i.op == "copy-start" else sum(sizes)
-        return sum(sizes) + bytes_of(i.type)
-
     def _sliced(self, name: str, number: int) -> float | None:
         """Bytes that the fused computation `name` reads of its parameter `number`; None if it reads not only slices."""
-        body = self.computations[name]
+        body = self.computations[name].values()
         (parameter,) = (x for x in body if x.op == "parameter" and x.attributes.startswith(f"parameter({number})"))
         total = 0.0
-        for use, operand in uses_of(parameter.name, body):
+        for use, operand in uses_of(parameter, body):
             if use.op in ("dynamic-slice", "gather") and operand == 0:
                 total += bytes_of(use.type, everywhere=True)
             elif use.op == "fusion" and (part := self._sliced(use.called("calls"), operand)) is not None:
@@ -132,22 +113,19 @@ class _Module:
                 return None
         return total
 
-    def _fusion_bytes(self, i: Instruction, types: dict[str, str]) -> float:
+    def _fusion_bytes(self, i: Instruction) -> float:
         """Bytes of a fusion's operands and results; an array that is only sliced or updated counts by its slice."""
-        name = i.called("calls")
-        body = self.computations[name]
-        by_name = {x.name: x for x in body}
-        total = 0.0
+        name, total = i.called("calls"), 0.0
         for n, operand in enumerate(i.operands):
             read = self._sliced(name, n)
-            total += bytes_of(types.get(operand, "")) if read is None else read
-        root = next(x for x in body if x.root)
-        for result in [by_name[o] for o in root.operands] if root.op == "tuple" else [root]:
+            total += bytes_of(operand.type) if read is None else read
+        root = next(x for x in self.computations[name].values() if x.root)
+        for result in root.operands if root.op == "tuple" else [root]:
             written = result.type
             while result.op in ("bitcast", "copy", "convert") and result.operands:
-                result = by_name[result.operands[0]]
+                result = result.operands[0]
             if result.op == "dynamic-update-slice":
-                written = by_name[result.operands[1]].type
+                written = result.operands[1].type
             total += bytes_of(written)
         return total
 
@@ -158,38 +136,55 @@ def _received(kind: str, group: int) -> float:
     return {"all-gather": group - 1, "all-reduce": 2 * share, "collective-permute": 1}.get(kind, share)
 
 
-def _ragged_bytes(i: Instruction, types: dict[str, str]) -> float:
+def _bytes(i: Instruction) -> float:
+    if i.op in _FREE or i.op.endswith(("-done", "-update")) or 'target="AllocateBuffer"' in i.attributes:
+        return 0
+    sizes = [bytes_of(o.type) for o in i.operands]
+    if i.op == "custom-call" and i.name.startswith("ragged_"):
+        return _ragged_bytes(i)
+    if i.op in ("slice", "dynamic-slice", "gather"):
+        return 2 * bytes_of(i.type)
+    if i.op == "slice-start":  # its type: the operand, the slice and a counter
+        *_, part, _ = (found.group() for found in _ARRAY.finditer(i.type))
+        return bytes_of(part, everywhere=True) + bytes_of(part)
+    if i.op in ("dynamic-update-slice", "scatter"):
+        return 2 * sum(sizes[1:2])
+    if i.op.endswith("-start"):  # the type of a start repeats the operands
+        return 2 * sum(sizes) if i.op == "copy-start" else sum(sizes)
+    return sum(sizes) + bytes_of(i.type)
+
+
+def _ragged_bytes(i: Instruction) -> float:
     """Bytes of the decode kernels, which get the cache of all layers as an operand. Attention reads one layer, which
     counts as full. The write of a token moves tiles that are too small to count."""
     total = bytes_of(i.type) if i.name.startswith("ragged_attention") else 0.0
     for operand in i.operands:
-        kind = types.get(operand, "")
-        dims = shape_of(kind) if kind else ()
-        if len(dims) < 5:
-            total += bytes_of(kind)
+        layers, *axes = shape_of(operand.type) or [1]
+        if len(axes) < 4:
+            total += bytes_of(operand.type)
         elif i.name.startswith("ragged_attention"):
-            total += bytes_of(kind) / dims[0]
+            total += bytes_of(operand.type) / layers
     return total
 
 
-def _flops(i: Instruction, types: dict[str, str]) -> float:
+def _flops(i: Instruction) -> float:
     if i.op == "dot":
-        lhs = shape_of(types[i.operands[0]])
+        lhs = shape_of(i.operands[0].type)
         (contracted,) = captured(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)
         depth = math.prod(lhs[int(d)] for d in contracted.split(",") if d)
         return 2.0 * math.prod(shape_of(i.type)) * depth
     if i.op == "convolution":
-        return _convolution(i, types)
+        return _convolution(i)
     if i.op == "custom-call" and "tpu_custom_call" in i.attributes:
-        return _kernel(i, types)
+        return _kernel(i)
     return 0.0
 
 
-def _convolution(i: Instruction, types: dict[str, str]) -> float:
+def _convolution(i: Instruction) -> float:
     """Operations: 2 · out batch · out features · in features · pairs of output and window positions that meet inside
     the input. XLA:TPU writes batched products as convolutions whose windows lie mostly over padding."""
     left, right, out = captured(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
-    lhs, rhs = (shape_of(types[o]) for o in i.operands[:2])
+    lhs, rhs = (shape_of(o.type) for o in i.operands[:2])
     result = shape_of(i.type)
     window = " ".join(captured(r"window=\{([^}]*)\}", i.attributes))
     fields = dict(field.split("=") for field in window.split())
@@ -211,18 +206,16 @@ def _convolution(i: Instruction, types: dict[str, str]) -> float:
     return flops
 
 
-def _kernel(i: Instruction, types: dict[str, str]) -> float:
+def _kernel(i: Instruction) -> float:
     """Operations of a Pallas kernel. Causal splash attention has two products forward, three for dq, four for dk and
     dv, over half of the scores. A grouped product takes every row once, with one matrix (`gmm`) or with a row of the
     other operand (`tgmm`)."""
     if i.name.startswith(("gmm", "tgmm")):
-        rows = [dims for o in i.operands for _, dims, _ in arrays_of(types[o]) if len(dims) == 2]
+        rows = [dims for o in i.operands for _, dims, _ in arrays_of(o.type) if len(dims) == 2]
         width = rows[1][-1] if i.name.startswith("tgmm") else shape_of(i.type)[-1]
         return 2.0 * math.prod(rows[0]) * width
     products = next((n for name, n in _KERNEL_PRODUCTS.items() if i.name.startswith(name)), 0)
-    arrays = [
-        dims for o in i.operands for dtype, dims, _ in arrays_of(types.get(o, "")) if len(dims) >= 3 and dtype != "s8"
-    ]
+    arrays = [dims for o in i.operands for dtype, dims, _ in arrays_of(o.type) if len(dims) >= 3 and dtype != "s8"]
     if not products or not arrays:
         return 0.0
     queries = max(arrays, key=lambda dims: math.prod(dims[:-2]))
@@ -230,21 +223,21 @@ def _kernel(i: Instruction, types: dict[str, str]) -> float:
     return products * 2 * math.prod(queries) * keys / 2
 
 
-_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8}
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d\w+)?)\[([\d,]*)\](?:\{([^}]*)\})?")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)(\(.*)")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
     """One line of a computation: `name = type op(operands), attributes`; `root` marks the line of the computation's
-    result. Names have no "%". For a parameter or constant, `attributes` begins with `op(`, as "parameter(0)"."""
+    result. Names have no "%". For a parameter or constant, `attributes` begins with `op(`, as "parameter(0)". An
+    operand that no line before defines has the type ""."""
 
     name: str
     type: str
     op: str
-    operands: tuple[str, ...]
+    operands: tuple[Instruction, ...]
     attributes: str
     root: bool
 
@@ -253,21 +246,24 @@ class Instruction:
         return next(iter(captured(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)), "")
 
 
-def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    """Reads optimised HLO. Returns {computation's name: its instructions in order}, and the name of the entry
+_UNKNOWN = Instruction("", "", "", (), "", False)
+
+
+def computations(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
+    """Reads optimised HLO. Returns {computation's name: its instructions by name, in order}, and the name of the entry
     computation, "" if there is none. Other lines are skipped."""
-    found: dict[str, list[Instruction]] = {}
+    found: dict[str, dict[str, Instruction]] = {}
     entry = ""
     for line in text.splitlines():
         if header := _HEADER.match(line):
-            current = found[header[2]] = []
+            current = found[header[2]] = {}
             entry = header[2] if header[1] else entry
         elif match := _INSTRUCTION.match(line):
             root, name, kind, op, rest = match.groups()
             end = _closing(rest) + 1
             attributes = op + rest if op in ("parameter", "constant") else rest[end:]
-            operands = tuple(re.findall(r"%([\w.\-]+)", rest[:end]))
-            current.append(Instruction(name, kind, op, operands, attributes, bool(root)))
+            operands = tuple(current.get(o, _UNKNOWN) for o in re.findall(r"%([\w.\-]+)", rest[:end]))
+            current[name] = Instruction(name, kind, op, operands, attributes, bool(root))
     return found, entry
 
 
@@ -277,14 +273,14 @@ def captured(pattern: str, text: str) -> tuple[str, ...]:
     return match.groups() if match else ()
 
 
-def uses_of(name: str, body: list[Instruction]) -> Iterator[tuple[Instruction, int]]:
-    """Yields each instruction of a computation `body` that reads the value `name`, and the index of the value among the
-    operands. A reader of the value's bitcast counts as a reader of the value."""
+def uses_of(value: Instruction, body: Collection[Instruction]) -> Iterator[tuple[Instruction, int]]:
+    """Yields each instruction of a computation `body` that reads the result `value`, and the index of the value among
+    the operands. A reader of the value's bitcast counts as a reader of the value."""
     for x in body:
         for n, operand in enumerate(x.operands):
-            if operand == name and x.op == "bitcast":
-                yield from uses_of(x.name, body)
-            elif operand == name:
+            if operand is value and x.op == "bitcast":
+                yield from uses_of(x, body)
+            elif operand is value:
                 yield x, n
 
 
@@ -304,17 +300,17 @@ def arrays_of(kind: str) -> Iterator[tuple[str, tuple[int, ...], str]]:
 
 
 def shape_of(kind: str) -> tuple[int, ...]:
-    """The shape of the first array in the HLO type `kind`. Raises StopIteration if there is no array."""
-    return next(arrays_of(kind))[1]
+    """The shape of the first array in the HLO type `kind`; () if there is no array."""
+    return next(arrays_of(kind), ("", (), ""))[1]
 
 
 def bytes_of(kind: str, everywhere: bool = False) -> float:
     """Bytes of the arrays of the HLO type `kind` in HBM, or with `everywhere` in any memory. Layout S(n) is not HBM."""
     total = 0.0
     for dtype, dims, layout in arrays_of(kind):
-        width = _BYTES.get(dtype) or (int(match[0]) / 8 if (match := re.search(r"\d+", dtype)) else 0)
+        bits = re.search(r"\d+", dtype)
         if everywhere or "S(" not in layout:
-            total += width * math.prod(dims)
+            total += (int(bits[0]) / 8 if bits else dtype == "pred") * math.prod(dims)
     return total
 
 
