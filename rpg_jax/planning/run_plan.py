@@ -122,11 +122,14 @@ def lengths_of(config: ConfigDict, *, mean: float = 0, prompt: float = 0) -> Len
 def exchange(
     layout: Layout, decoding: Decoding, held: Mapping[str, float], on: Topology, lengths: Lengths
 ) -> dict[str, Program]:
-    """Returns the exchange of a step's groups between hosts as {"exchange": Program}; {} with one host. `held` has the
-    bytes that other parts of the run hold on a chip, by program. During the exchange a chip also holds the decoding
-    weights, a piece of the groups of each host, and its own piece twice."""
-    if not (size := work_of(layout, decoding, lengths, on).exchanged):
+    """Returns the exchange of a step's groups between hosts as {"exchange": Program}; {} with one host. Its collective
+    has the bytes that a host receives from the others. `held` has the bytes that other parts of the run hold on a chip,
+    by program. During the exchange a chip also holds the decoding weights, a piece of the groups of each host, and its
+    own piece twice."""
+    if on.hosts == 1:
         return {}
+    sampled = memory.prompts_of_a_step(layout.config) * layout.config.rollout.group_size * lengths.mean
+    size = sampled * EXCHANGED_BYTES * (on.hosts - 1) / on.hosts
     costs = hlo.Costs(0.0, 0.0, {"all-gather": size}, launches=math.ceil(size / (on.hosts - 1) / hosts.PIECE))
     pieces = (on.hosts + 1) * min(hosts.PIECE, size / (on.hosts - 1))
     stays = held["decode"] + memory.bytes_on_a_device(memory.decoding_params(layout, decoding))
@@ -145,20 +148,18 @@ def held_out_problems(config: ConfigDict) -> int:
     return sum(min(most, HELD_OUT.get(source, most)) for source in sources)
 
 
-def work_of(layout: Layout, decoding: Decoding, lengths: Lengths, on: Topology) -> Work:
-    """Returns the work of a step of the layout's config on the slice `on`, and of the run's evaluations."""
+def work_of(layout: Layout, decoding: Decoding, lengths: Lengths) -> Work:
+    """Returns the work of a step of the layout's config, and of the run's evaluations."""
     c, shape = layout.config, row_shape(layout.config)
     policy, reference = (parameter_count(model) for model in (layout.model, reference_layout(layout).model))
     passes = c.train.epochs if c.loss.estimator == "exact" else reference_differs(c)
     bucket = prompt_bucket(math.ceil(lengths.prompt), decoding.capacity)
-    filled = 1.0  # the rows that a completion fills
-    if shape.packed:
-        filled = (lengths.prompt + lengths.mean) / shape.length / PACKING
+    # the rows that a completion fills
+    filled = (lengths.prompt + lengths.mean) / shape.length / PACKING if shape.packed else 1.0
     rows, length = prefill_shape(c.task.max_prompt_tokens, decoding.capacity)
     dispatch = forward_flops(layout.model, rows=rows, length=length, predicted=0)
     begun = [(forward_flops(layout.model, rows=1, length=round(n), predicted=0), share) for n, share in lengths.begun]
     again = sum(flops * share for flops, share in begun) / dispatch
-    sampled = memory.prompts_of_a_step(c) * c.rollout.group_size * lengths.mean * EXCHANGED_BYTES
     return Work(
         steps=c.train.steps,
         prompts=memory.prompts_of_a_step(c),
@@ -175,7 +176,6 @@ def work_of(layout: Layout, decoding: Decoding, lengths: Lengths, on: Topology) 
         run=_run(layout.model, lengths, shape.length) if shape.packed else 1.0,
         evaluations=1 + math.ceil(c.train.steps / c.evaluation.every),  # before the first step, and after the last
         evaluated=(held_out_problems(c), c.evaluation.k),
-        exchanged=sampled * (on.hosts - 1) / on.hosts,
         synced=memory.bytes_of_a_number(layout) * policy,
     )
 
@@ -213,14 +213,15 @@ def step_figures(
     `programs` are all programs of a step by name, with "exchange" if there are several hosts.
 
     "bound" is at the peaks of the chip, "expected" at the expected rates; "fastest" and "slowest" are expected at the
-    ends of `HBM_BAND`. These four are results of `Phases.as_dict`. "binds" is a text with the longest phase of the
+    ends of `HBM_BAND`. These four are results of `step_time.figures`. "binds" is a text with the longest phase of the
     expected step, and its share. Further keys count a step's prompts, with oversampling, completions, micro-batches and
     slots, mean lengths in tokens, the run's steps and evaluations, and as "evaluated" an evaluation's completions."""
-    work, step = work_of(layout, decoding, lengths, on), decode_step_of(layout, decoding, programs["decode"])
+    work, step = work_of(layout, decoding, lengths), decode_step_of(layout, decoding, programs["decode"])
     slowest, fastest = (EXPECTED._replace(hbm=hbm) for hbm in HBM_BAND)
     sides = {"bound": PEAKS, "expected": EXPECTED, "fastest": fastest, "slowest": slowest}
-    found = {side: step_time.phases(work, step, programs, on, rates) for side, rates in sides.items()}
-    longest, seconds = max(found["expected"].seconds.items(), key=lambda phase: phase[1])
+    phases = {side: step_time.phases(work, step, programs, on, rates) for side, rates in sides.items()}
+    found = {side: step_time.figures(phases[side], work, on, rates) for side, rates in sides.items()}
+    longest, seconds = max(phases["expected"].items(), key=lambda phase: phase[1])
     return {
         "prompts": work.prompts,
         "completions": work.prompts * work.group_size,
@@ -232,6 +233,6 @@ def step_figures(
         "steps": work.steps,
         "evaluations": work.evaluations,
         "evaluated": math.prod(work.evaluated),
-        **{side: one.as_dict() for side, one in found.items()},
-        "binds": f"{longest}, {seconds / found['expected'].total:.0%} of the expected step",
+        **found,
+        "binds": f"{longest}, {seconds / found['expected']['seconds']:.0%} of the expected step",
     }

@@ -34,7 +34,6 @@ class Work:
         counts of programs have attention over whole rows.
       evaluations: evaluations of the run.
       evaluated: (problems, completions of each problem) of an evaluation.
-      exchanged: bytes of a step's groups that every host receives from the other hosts; 0 with one host.
       synced: bytes of the weights that each server loads after a step.
     """
 
@@ -53,13 +52,12 @@ class Work:
     run: float = 1.0
     evaluations: int = 0
     evaluated: tuple[int, int] = (0, 0)
-    exchanged: float = 0.0
     synced: float = 0.0
 
 
 def phases(
     work: Work, step: DecodeStep, programs: Mapping[str, Program], on: Topology, rates: Rates = EXPECTED
-) -> Phases:
+) -> dict[str, float]:
     """Returns the seconds of each phase of a step of `work` on the slice `on` at `rates`, with whole micro-batches and
     dispatches, a latency for each collective, and slots that empty in the end. `step` is a decode step, and `programs`
     are all programs by name. The wait for the slowest host is left out: 1 to 4 % of decoding on 16 hosts.
@@ -82,55 +80,41 @@ def phases(
         later = (work.micro_batches - 1 + work.rehearsed) * work.updates * seconds["add"]
         update = work.updates * (seconds["start"] + seconds["apply"]) + later
     found = sampled(work.prompts, work.group_size, work.lengths, work.prefilled_again)
-    if work.exchanged:
-        found["exchange"] = work.exchanged / rates.host + seconds.get("exchange", 0.0)
+    if "exchange" in seconds:
+        received = sum(programs["exchange"].costs.collectives.values())
+        found["exchange"] = received / rates.host + seconds["exchange"]
     found |= {"log-probs": work.passes * batches * seconds["log-probs"], "update": work.epochs * update}
     if "baseline" in seconds:
         found["baseline"] = batches * seconds["baseline"]
     if work.evaluations:
         whole = dataclasses.replace(work.lengths, part=math.inf)
         found["evaluations"] = work.evaluations / work.steps * sum(sampled(*work.evaluated, whole).values())
-    return Phases(found, work, on, rates)
+    return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Phases:
-    """`seconds` of each phase of a step of `work` on the slice `on`, planned at `rates`: "prefill", "decode: PART",
-    "log-probs", "update", "baseline", "exchange", and a step's share of the "evaluations". Phases follow each other."""
+def figures(seconds: Mapping[str, float], work: Work, on: Topology, rates: Rates = EXPECTED) -> dict[str, Any]:
+    """The times of a step of `work` and of the run, for JSON. `seconds` are the `phases` of the step on the slice `on`
+    at `rates`; they follow each other. Returns "phases", the seconds of each; "seconds" and "seconds_beside_servers" of
+    a step; "days" of the run; and "dollars" of the run and "step_dollars", at list prices, None if the chip's price is
+    not known.
 
-    seconds: Mapping[str, float]
-    work: Work
-    on: Topology
-    rates: Rates = EXPECTED
-
-    @property
-    def total(self) -> float:
-        """Seconds of a step, the sum of all phases."""
-        return sum(self.seconds.values())
-
-    @property
-    def beside_servers(self) -> float:
-        """Seconds of a step if these chips only train, and as many other chips, the servers, sample one step ahead.
-        Training stands still while a host copies its part of the weights to its memory. While servers sample, the part
-        is written and then every server reads all weights; a step takes at least as long as write and read together.
-        Servers sample evaluations, too, while training waits."""
-        rollout = sum(s for name, s in self.seconds.items() if name.startswith(("prefill", "decode", "exchange")))
-        evaluations, part = self.seconds.get("evaluations", 0.0), self.work.synced / self.on.hosts / self.rates.host
-        training = self.total - rollout - evaluations + part
-        return max(rollout, training, part + self.work.synced / self.rates.host) + evaluations
-
-    def as_dict(self) -> dict[str, Any]:
-        """The times for JSON: "phases", seconds of each; "seconds" and "seconds_beside_servers" of a step; "days" of
-        the run; and "dollars" of the run and "step_dollars", at list prices, None if the chip's price is not known."""
-        hours, hourly = self.work.steps * self.total / 3600, self.on.hourly
-        return {
-            "phases": dict(self.seconds),
-            "seconds": self.total,
-            "seconds_beside_servers": self.beside_servers,
-            "days": hours / 24,
-            "dollars": None if hourly is None else hours * hourly,
-            "step_dollars": None if hourly is None else self.total / 3600 * hourly,
-        }
+    Beside servers these chips only train, and as many other chips, the servers, sample one step ahead. Training stands
+    still while a host copies its part of the weights to its memory. While servers sample, the part is written and then
+    every server reads all weights; a step takes at least as long as write and read together. Servers sample
+    evaluations, too, while training waits."""
+    step, evaluations = sum(seconds.values()), seconds.get("evaluations", 0.0)
+    rollout = sum(s for name, s in seconds.items() if name.startswith(("prefill", "decode", "exchange")))
+    part = work.synced / on.hosts / rates.host
+    training = step - rollout - evaluations + part
+    hours, hourly = work.steps * step / 3600, on.hourly
+    return {
+        "phases": dict(seconds),
+        "seconds": step,
+        "seconds_beside_servers": max(rollout, training, part + work.synced / rates.host) + evaluations,
+        "days": hours / 24,
+        "dollars": None if hourly is None else hours * hourly,
+        "step_dollars": None if hourly is None else step / 3600 * hourly,
+    }
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,7 +84,7 @@ def test_decoding_at_the_peaks_is_the_hand_computation():
 
 
 def test_a_step_at_the_peaks_is_the_hand_computation_and_at_most_an_eighth():
-    total = step_time.phases(WORK, step(160), programs(), SLICE, PEAKS).total
+    total = sum(step_time.phases(WORK, step(160), programs(), SLICE, PEAKS).values())
     assert 0.9 * 355 < total < 1.15 * 355
 
 
@@ -108,8 +108,8 @@ def test_many_slots_are_limited_by_their_products():
 
 
 def test_blocks_between_completions_cost_nothing():
-    whole = step_time.phases(WORK, step(160), programs(), SLICE).seconds
-    skipping = step_time.phases(dataclasses.replace(WORK, run=0.8), step(160), programs(), SLICE).seconds
+    whole = step_time.phases(WORK, step(160), programs(), SLICE)
+    skipping = step_time.phases(dataclasses.replace(WORK, run=0.8), step(160), programs(), SLICE)
     assert skipping["update"] < whole["update"] and skipping["decode: cache"] == whole["decode: cache"]
     assert skipping["log-probs"] == pytest.approx(0.8 * whole["log-probs"])
 
@@ -117,13 +117,13 @@ def test_blocks_between_completions_cost_nothing():
 def test_expected_training_pays_for_every_collective():
     few = step_time.phases(WORK, step(160), programs(), SLICE)
     many = step_time.phases(WORK, step(160), programs(add=100), SLICE)
-    added = many.seconds["update"] - few.seconds["update"]
+    added = many["update"] - few["update"]
     assert added == pytest.approx(16 * 3 * 100 * EXPECTED.collective_seconds)
 
 
 def test_expected_is_slower_than_the_peaks_in_every_phase():
-    least = step_time.phases(WORK, step(160), programs(), SLICE, PEAKS).seconds
-    likely = step_time.phases(WORK, step(160), programs(), SLICE).seconds
+    least = step_time.phases(WORK, step(160), programs(), SLICE, PEAKS)
+    likely = step_time.phases(WORK, step(160), programs(), SLICE)
     assert all(least[name] < likely[name] for name in ("prefill", "decode: cache", "log-probs", "update"))
     assert all(least[name] <= likely[name] for name in likely)
 
@@ -131,45 +131,43 @@ def test_expected_is_slower_than_the_peaks_in_every_phase():
 def test_a_step_has_its_share_of_the_runs_evaluations():
     """41 of 100 problems and 32 completions each, which fill a part of the slots: each takes the longest completion."""
     work = dataclasses.replace(WORK, evaluations=41, evaluated=(100, 32))
-    found = step_time.phases(work, step(240), programs(), SLICE).seconds
+    found = step_time.phases(work, step(240), programs(), SLICE)
     own = decode(step(240), 200, LENGTHS, CHIP)
     prefill = found["prefill"] / (1536 / 16 / 4) * math.ceil(100 / 16 / 4)
     assert found["evaluations"] == pytest.approx(41 / 400 * (sum(own.values()) + prefill))
-    assert "evaluations" not in step_time.phases(WORK, step(240), programs(), SLICE).seconds
+    assert "evaluations" not in step_time.phases(WORK, step(240), programs(), SLICE)
 
 
 def test_hosts_exchange_groups_at_the_rate_of_a_host_beside_the_collective():
-    work = dataclasses.replace(WORK, exchanged=1.5e9)
     known = programs() | {
         "exchange": compiling.Program("exchange", 0, 0, 0, 0, 0, hlo.Costs(0, 0, {"all-gather": 1.5e9}), 0, 0)
     }
-    found = step_time.phases(work, step(160), known, SLICE)
-    assert found.seconds["exchange"] == pytest.approx(1.5 + 1.5e9 / 540e9 / EXPECTED.ici)
-    assert step_time.phases(work, step(160), known, SLICE, PEAKS).seconds["exchange"] == pytest.approx(1.5e9 / 540e9)
+    found = step_time.phases(WORK, step(160), known, SLICE)
+    assert found["exchange"] == pytest.approx(1.5 + 1.5e9 / 540e9 / EXPECTED.ici)
+    assert step_time.phases(WORK, step(160), known, SLICE, PEAKS)["exchange"] == pytest.approx(1.5e9 / 540e9)
 
 
 def test_a_step_beside_servers_is_no_shorter_than_the_way_of_the_weights():
-    found = step_time.Phases({"decode: cache": 300.0, "update": 60.0, "evaluations": 7.0}, WORK, SLICE)
-    assert found.beside_servers == 307
+    def beside_servers(work, **seconds):
+        return step_time.figures(seconds, work, SLICE)["seconds_beside_servers"]
+
+    assert beside_servers(WORK, decode=300, update=60, evaluations=7) == 307
     part = dataclasses.replace(WORK, synced=256e9)  # each of 16 hosts copies and writes 16 s, each server reads 256 s
-    assert dataclasses.replace(found, work=part).beside_servers == 307
-    slow = dataclasses.replace(found, seconds={"decode: cache": 30.0, "update": 60.0}, work=part)
-    assert slow.beside_servers == 16 + 256
-    trains = dataclasses.replace(slow, seconds={"decode: cache": 30.0, "update": 360.0})
-    assert trains.beside_servers == 360 + 16
+    assert beside_servers(part, decode=300, update=60, evaluations=7) == 307
+    assert beside_servers(part, decode=30, update=60) == 16 + 256
+    assert beside_servers(part, decode=30, update=360) == 360 + 16
 
 
 def test_days_and_dollars_are_those_of_all_steps_on_all_chips():
-    found = step_time.Phases({"decode: cache": 300.0, "update": 60.0}, WORK, SLICE)
-    assert (found.total, found.beside_servers) == (360, 300)
-    figures = found.as_dict()
+    figures = step_time.figures({"decode: cache": 300.0, "update": 60.0}, WORK, SLICE)
+    assert (figures["seconds"], figures["seconds_beside_servers"]) == (360, 300)
     assert figures["days"] == pytest.approx(400 * 360 / 86_400)
     assert figures["dollars"] == pytest.approx(400 * 360 / 3600 * 64 * 4.20)
 
 
 def test_rehearsal_adds_micro_batches_to_every_update_and_no_log_prob_pass():
     plain, more = (
-        step_time.phases(dataclasses.replace(WORK, rehearsed=rehearsed), step(160), programs(), SLICE).seconds
+        step_time.phases(dataclasses.replace(WORK, rehearsed=rehearsed), step(160), programs(), SLICE)
         for rehearsed in (0, 2)
     )
     an_add = programs()["add"].expected(CHIP, EXPECTED, WORK.run)
