@@ -26,7 +26,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from rpg_jax.planning import topologies
@@ -113,16 +112,11 @@ def plan(options: argparse.Namespace) -> int:
     return 0 if fits else 1
 
 
-def show(
-    topology: Topology,
-    programs: Mapping[str, Program],
-    figures: Mapping[str, Any],
-    console: Console | None = None,
-) -> None:
-    """Prints tables of the programs' memory and speed and of the step, and whether all programs fit, on `console`
-    (None: stdout). docs/plan.md explains the columns. `programs` are {name: program}; `figures` is the result of
-    `run_plan.step_figures`, or {} for no table of the step."""
-    console = console or screen.console()
+def show(topology: Topology, programs: Mapping[str, Program], figures: Mapping[str, Any]) -> None:
+    """Prints tables of the programs' memory and speed and of the step, and whether all programs fit. docs/plan.md
+    explains the columns. `programs` are {name: program}; `figures` is the result of `run_plan.step_figures`, or {} for
+    no table of the step."""
+    console = screen.console()
     console.print(_memory(topology, programs), _speed(topology, programs))
     if figures:
         console.print(_step(topology, figures))
@@ -143,8 +137,7 @@ def show_settings(topology: Topology, found: Mapping[str, Estimate], most: int |
     numbers, GiB on a chip, and the seconds of the expected step, or "no room" if the setting does not fit."""
     console, table, found = screen.console(), [], dict(list(found.items())[:most])
     for number, one in enumerate(found.values(), 1):
-        memory = [*one.sizes.values(), one.peak(sampling=False), one.peak(sampling=True)][1:]
-        trained = one.sizes["trained"]
+        trained, *memory = one.sizes.values()
         expected = _figure(one.step["expected"]["seconds"]) if one.fits(topology) else "no room"
         slots = f"{one.step['slots_of_a_chip']:g}" if one.fits(topology) else ""
         millions = f"{trained / 1e6:,.1f} M" if trained < 1e9 else f"{trained / 1e9:,.2f} B"
@@ -175,6 +168,7 @@ def as_json(
             name: {
                 "fits": p.fits(chip),
                 "hbm": p.hbm,
+                "name": name,
                 **dataclasses.asdict(p),
                 "seconds_by_limit": p.limits(chip),
                 "limit": p.bound(chip)[0],
@@ -183,7 +177,9 @@ def as_json(
             for name, p in programs.items()
         },
         "step": dict(figures),
-        "settings": {name: one.as_dict(topology) for name, one in settings.items()},
+        "settings": {
+            name: {"fits": one.fits(topology), **one.sizes, "step": one.step} for name, one in settings.items()
+        },
     }
 
 

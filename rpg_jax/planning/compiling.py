@@ -10,9 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
-from rpg_jax.data import RowShape
 from rpg_jax.models import DecoderConfig
 from rpg_jax.planning import hlo
 from rpg_jax.planning.chips import Chip, Rates
@@ -30,10 +28,10 @@ SAMPLING = frozenset({"prefill", "decode", "exchange"})  # the other programs tr
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What one program needs on each chip. Memory is in bytes.
+    """What one program needs on each chip: log-probs, baseline, update, start, add, apply, prefill, decode or exchange.
+    Memory is in bytes.
 
     Attributes:
-      name: log-probs, baseline, update, start, add, apply, prefill, decode or exchange.
       arguments, temporaries, outputs, alias: HBM, by the compiler; `alias`: arguments that outputs overwrite.
         On a TPU, temporaries count fragmentation twice. By arithmetic all are 0, but for the `temporaries` of exchange.
       resident: HBM that holds arrays of other programs while this program runs.
@@ -46,7 +44,6 @@ class Program:
       host: host memory for each chip, from remat=offload and the arrays that `offload` names.
     """
 
-    name: str
     arguments: float = 0
     temporaries: float = 0
     outputs: float = 0
@@ -93,11 +90,11 @@ class Program:
 
 
 def compile_program(
-    name: str, lowered: Any, *, model_flops: float = 0.0, resident: float = 0.0, cheapest: bool = False
+    lowered: Any, *, model_flops: float = 0.0, resident: float = 0.0, cheapest: bool = False
 ) -> Program:
     """Compiles `lowered`, the result of `jax.jit(...).lower(...)`, in seconds to minutes, and counts the program's
     costs. A program that does not fit in HBM is a result with the field `refused`, not an error. Other errors of the
-    compiler are raised as jax.errors.JaxRuntimeError. `cheapest`, and a ValueError, are as in `hlo.count`. `name`,
+    compiler are raised as jax.errors.JaxRuntimeError. `cheapest`, and a ValueError, are as in `hlo.count`.
     `model_flops` and `resident` go into the result as they are."""
     start = time.perf_counter()
     try:
@@ -107,27 +104,21 @@ def compile_program(
             raise
         said = next(line for line in str(error).splitlines() if line.strip())[:300]
         took = time.perf_counter() - start
-        return Program(name, resident=resident, model_flops=model_flops, compile_seconds=took, refused=said)
+        return Program(resident=resident, model_flops=model_flops, compile_seconds=took, refused=said)
     seconds = time.perf_counter() - start
     m, costs = compiled.memory_analysis(), hlo.count(compiled.as_text(), cheapest=cheapest)
     sizes = m.argument_size_in_bytes, m.temp_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes
     host = m.host_argument_size_in_bytes + m.host_temp_size_in_bytes
-    return Program(name, *sizes, resident, costs, model_flops, seconds, peak=m.peak_memory_in_bytes, host=host)
+    return Program(*sizes, resident, costs, model_flops, seconds, peak=m.peak_memory_in_bytes, host=host)
 
 
-def lowered_programs(
-    layout: Layout, learner: Learner, decoding: Decoding
-) -> Iterator[tuple[str, jax.stages.Lowered, float]]:
+def lowered_programs(layout: Layout, learner: Learner, decoding: Decoding) -> Iterator[tuple[str, jax.stages.Lowered]]:
     """Lowers each program of a training step when the caller asks for it, and at last "prefill" and "decode" together.
-    Yields (name, lowered program, its operations on one chip as `operations` counts them)."""
-    flops = operations(layout, decoding, learner.critic)
+    Yields (name, lowered program)."""
     with layout.activate():
-        for name, lowered in training(layout, learner):
-            yield name, lowered, flops[name]
+        yield from training(layout, learner)
     engine = DecodeEngine(layout.model, layout.graphdef, Weights(decoding_params(layout, decoding)), decoding)
-    shape = prefill_shape(layout.config.task.max_prompt_tokens, decoding.capacity)
-    for name, lowered in engine.lower(*shape).items():
-        yield name, lowered, flops[name]
+    yield from engine.lower(*prefill_shape(layout.config.task.max_prompt_tokens, decoding.capacity)).items()
 
 
 def operations(layout: Layout, decoding: Decoding, critic: Critic | None = None) -> dict[str, float]:
@@ -151,22 +142,20 @@ def operations(layout: Layout, decoding: Decoding, critic: Critic | None = None)
     return {name: flops / chips for name, flops in found.items()} | sampling
 
 
-def batch_of(
-    shape: RowShape, sharding: NamedSharding, *, critic: bool = False, mixture: DecoderConfig | None = None
-) -> Batch:
-    """Returns a micro-batch of ShapeDtypeStructs under `sharding`, with the columns that an update reads. `critic` adds
-    a critic's columns. `mixture`, the config of a mixture of experts, adds the experts of every token."""
+def batch_of(layout: Layout, *, critic: bool = False) -> Batch:
+    """Returns a micro-batch of ShapeDtypeStructs with shardings, with the columns that an update reads. `critic` adds a
+    critic's columns. With `model.replay_experts` a mixture of experts has the experts of every token."""
+    shape, experts = row_shape(layout.config), None
 
     def array(width: int, dtype: Any, *each: int) -> Any:
-        return jax.ShapeDtypeStruct((shape.rows, width, *each), dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct((shape.rows, width, *each), dtype, sharding=layout.row_sharding)
 
     ids, targets = array(shape.length, jnp.int32), array(shape.completion_length, jnp.int32)
     column = array(shape.completion_length, jnp.float32)
     own = ("rewards", "values", "returns") if critic else ()
     columns = dict.fromkeys(("behaviour_logprobs", "ref_logprobs", "advantages", *own), column)
-    experts = None
-    if mixture is not None and mixture.experts is not None:
-        experts = array(shape.length, mixture.experts.dtype, mixture.num_layers, mixture.experts.per_token)
+    if layout.config.model.replay_experts and (mixture := layout.model.experts) is not None:
+        experts = array(shape.length, mixture.dtype, layout.model.num_layers, mixture.per_token)
     return Batch(Rows(ids, ids, ids, targets, targets, targets, column, experts), column, **columns)
 
 
@@ -176,8 +165,7 @@ def training(layout: Layout, learner: Learner) -> Iterator[tuple[str, jax.stages
     update and nothing is rehearsed, else "start", "add" and "apply"."""
     c, shape, state = layout.config, row_shape(layout.config), learner.like
     programs = learner_programs(layout, learner, base=layout.abstract_base)
-    mixture = layout.model if c.model.replay_experts else None
-    batch = batch_of(shape, layout.row_sharding, critic=learner.critic is not None, mixture=mixture)
+    batch = batch_of(layout, critic=learner.critic is not None)
     if c.loss.estimator == "exact":  # the KL is summed over the vocabulary, from the reference's hidden states
         reference = reference_layout(layout)
         embed, dtype = reference.abstract_params["embed"], jnp.dtype(reference.config.model.compute_dtype)

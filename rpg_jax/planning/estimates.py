@@ -30,7 +30,7 @@ def estimated_programs(layout: Layout, decoding: Decoding, resident: dict[str, f
     a critic. The time also leaves out the traffic of remat=offload to the host and back."""
     flops = operations(layout, decoding)
     return {
-        name: Program(name, resident=resident[name], costs=costs, model_flops=costs.flops, peak=peak)
+        name: Program(resident=resident[name], costs=costs, model_flops=costs.flops, peak=peak)
         for name, (costs, peak) in {**_training(layout, flops), **_sampling(layout, decoding, flops)}.items()
     }
 
@@ -85,34 +85,19 @@ class Estimate:
     Attributes:
       config: the resolved config.
       sizes: "trained", the count of numbers that an update changes, of the whole model; and bytes: "base_bytes" of
-        frozen weights, "state_bytes" of trained weights and optimizer, "sync_bytes" of what a weight sync brings.
-      programs: the programs of a step by name, of `estimated_programs` and `run_plan.exchange`.
+        frozen weights, "state_bytes" of trained weights and optimizer, "sync_bytes" of what a weight sync brings, and
+        "training_peak_bytes" and "sampling_peak_bytes" of HBM at the peak of the largest program of each.
       step: the time of a step and of the run, as `run_plan.step_figures` returns it.
     """
 
     config: ConfigDict
     sizes: dict[str, float]
-    programs: dict[str, Program]
     step: dict[str, Any]
-
-    def peak(self, *, sampling: bool) -> float:
-        """Bytes of HBM at the peak of the largest program of the rollout (`sampling` True) or of training (False)."""
-        return max(p.hbm for name, p in self.programs.items() if (name in SAMPLING) == sampling)
 
     def fits(self, topology: Topology) -> bool:
         """Whether sampling fits in the HBM of a chip, and training in the share `memory.TRUSTED` (0.8) of the HBM."""
         hbm = topology.chip.hbm
-        return self.peak(sampling=True) <= hbm and self.peak(sampling=False) <= memory.TRUSTED * hbm
-
-    def as_dict(self, topology: Topology) -> dict[str, Any]:
-        """For JSON: "fits", each entry of `sizes`, "training_peak_bytes", "sampling_peak_bytes" and "step"."""
-        return {
-            "fits": self.fits(topology),
-            **self.sizes,
-            "training_peak_bytes": self.peak(sampling=False),
-            "sampling_peak_bytes": self.peak(sampling=True),
-            "step": self.step,
-        }
+        return self.sizes["sampling_peak_bytes"] <= hbm and self.sizes["training_peak_bytes"] <= memory.TRUSTED * hbm
 
 
 def estimate(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> Estimate:
@@ -123,17 +108,15 @@ def estimate(config: ConfigDict, topology: Topology, lengths: Lengths | None = N
     lengths = lengths or run_plan.lengths_of(config)
     programs = estimated_programs(layout, decoding, held)
     programs |= run_plan.exchange(layout, decoding, held, topology, lengths)
-    return Estimate(
-        config=config,
-        sizes={
-            "trained": sum(x.size for x in jax.tree.leaves(layout.trained_shapes)),
-            "base_bytes": 0.0 if layout.abstract_base is None else memory.bytes_on_a_device(layout.abstract_base),
-            "state_bytes": memory.bytes_on_a_device(learner.like),
-            "sync_bytes": memory.bytes_on_a_device(memory.synced_params(layout, decoding)),
-        },
-        programs=programs,
-        step=run_plan.step_figures(layout, decoding, programs, topology, lengths),
-    )
+    sizes = {
+        "trained": sum(x.size for x in jax.tree.leaves(layout.trained_shapes)),
+        "base_bytes": 0.0 if layout.abstract_base is None else memory.bytes_on_a_device(layout.abstract_base),
+        "state_bytes": memory.bytes_on_a_device(learner.like),
+        "sync_bytes": memory.bytes_on_a_device(memory.synced_params(layout, decoding)),
+        "training_peak_bytes": max(program.hbm for name, program in programs.items() if name not in SAMPLING),
+        "sampling_peak_bytes": max(program.hbm for name, program in programs.items() if name in SAMPLING),
+    }
+    return Estimate(config, sizes, run_plan.step_figures(layout, decoding, programs, topology, lengths))
 
 
 def search(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> dict[str, Estimate]:

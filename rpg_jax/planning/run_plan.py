@@ -14,7 +14,15 @@ from rpg_jax.models.sizes import parameter_count
 from rpg_jax.parallel import hosts
 from rpg_jax.planning import hlo, step_time
 from rpg_jax.planning.chips import EXCHANGED_BYTES, EXPECTED, HBM_BAND, PACKING, PEAKS, PROMPT_TOKENS, SPREAD
-from rpg_jax.planning.compiling import SAMPLING, Program, compile_program, forward_flops, lowered_programs, token_flops
+from rpg_jax.planning.compiling import (
+    SAMPLING,
+    Program,
+    compile_program,
+    forward_flops,
+    lowered_programs,
+    operations,
+    token_flops,
+)
 from rpg_jax.planning.step_time import DecodeStep, Lengths, Work
 from rpg_jax.planning.topologies import Topology
 from rpg_jax.rollout import Decoding, prefill_shape
@@ -42,14 +50,16 @@ def plan(
     the compiler refuses a program. `lengths` None: as `lengths_of` assumes. Raises ValueError as `parts_on` does, if a
     program cannot be lowered, or if `only` has a name that is not compiled, as "exchange"; and as `compile_program`."""
     layout, learner, decoding, held = parts_on(config, topology, only)
-    programs, found = {}, {name: (low, flops) for name, low, flops in lowered_programs(layout, learner, decoding)}
+    programs, found = {}, dict(lowered_programs(layout, learner, decoding))
+    flops = operations(layout, decoding, learner.critic)
     if unknown := sorted(set(only or ()) - set(found)):
         raise ValueError(f"this config has no program {', '.join(unknown)}; it has {', '.join(found)}")
-    for name, (lowered, flops) in found.items():
+    for name, lowered in found.items():
         if not only or name in only:
             print(f"compiling {name} for {topology.name}", file=sys.stderr, flush=True)
             plain = name == "decode"  # the other branch cuts the distribution, which training never does
-            programs[name] = compile_program(name, lowered, model_flops=flops, resident=held[name], cheapest=plain)
+            known = {"model_flops": flops[name], "resident": held[name]}
+            programs[name] = compile_program(lowered, **known, cheapest=plain)
     if only or any(program.refused for program in programs.values()):
         return programs, {}
     lengths = lengths or lengths_of(config)
@@ -133,7 +143,7 @@ def exchange(
     costs = hlo.Costs(0.0, 0.0, {"all-gather": size}, launches=math.ceil(size / (on.hosts - 1) / hosts.PIECE))
     pieces = (on.hosts + 1) * min(hosts.PIECE, size / (on.hosts - 1))
     stays = held["decode"] + memory.bytes_on_a_device(memory.decoding_params(layout, decoding))
-    return {"exchange": Program("exchange", temporaries=pieces, resident=stays, costs=costs)}
+    return {"exchange": Program(temporaries=pieces, resident=stays, costs=costs)}
 
 
 HELD_OUT = {"aime-2024": 30, "aime25": 30, "amc-23": 40, "minerva": 272, "olympiadbench": 674, "gsm8k-test": 1319}

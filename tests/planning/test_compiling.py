@@ -7,9 +7,12 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from rpg_jax import data, losses, models
+from configs import qwen3_30b_a3b
+from rpg_jax import losses, models
 from rpg_jax.models.lora import adapter_shapes
 from rpg_jax.planning import compiling
+from rpg_jax.runs.layout import make_layout
+from rpg_jax.runs.resolve import resolve
 
 DENSE = models.DecoderConfig(
     vocab_size=40, num_layers=3, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=6, hidden_dim=20
@@ -76,10 +79,15 @@ def test_frozen_weights_beside_adapters_have_no_gradient():
 
 
 def test_a_micro_batch_of_a_mixture_that_replays_has_the_experts_of_every_token():
-    moe, sharding = models.size("Qwen3-30B-A3B"), jax.NamedSharding(jax.make_mesh((1,), ("fsdp",)), jax.P("fsdp"))
-    batch = compiling.batch_of(data.RowShape(2, 8, 4), sharding, mixture=moe)
-    assert batch.rows.experts.shape == (2, 8, moe.num_layers, 8) and batch.rows.experts.dtype == jnp.uint8
-    assert compiling.batch_of(data.RowShape(2, 8, 4), sharding).rows.experts is None
+    config = resolve(qwen3_30b_a3b.get_config())
+    for replays in (True, False):
+        config.model.replay_experts = replays
+        layout = make_layout(config, None)
+        rows = compiling.batch_of(layout).rows
+        assert (rows.experts is not None) == replays
+        if replays:
+            assert rows.experts.shape == (*rows.tokens.shape, layout.model.num_layers, 8)
+            assert rows.experts.dtype == jnp.uint8
 
 
 def test_a_mixture_counts_the_experts_that_a_token_sees():

@@ -1,6 +1,5 @@
 """The figures beside the programs of a plan, its tables, and plans that are compiled for slices."""
 
-import io
 import json
 import math
 import re
@@ -9,7 +8,6 @@ import sys
 
 import jax
 import pytest
-from rich.console import Console
 
 from configs import qwen3_0p6b_gsm8k, qwen3_4b_2k, qwen3_4b_8k, tiny
 from rpg_jax import plan
@@ -26,10 +24,10 @@ GIB = 2**30
 needs_compiler = pytest.mark.skipif(topologies.compiler_library() is None, reason=f"needs {topologies.GET_COMPILER}")
 
 
-def program(name="update", hbm=1 * GIB, flops=1e12, refused=""):
+def program(hbm=1 * GIB, flops=1e12, refused=""):
     costs = hlo.Costs(flops=flops, bytes=8.19e9)
     costs.collectives["all-gather"] = 1.8e9
-    return compiling.Program(name, hbm, 0.0, 0.0, 0.0, 0.0, costs, flops, 1.0, refused)
+    return compiling.Program(hbm, 0.0, 0.0, 0.0, 0.0, costs, flops, 1.0, refused)
 
 
 def parts_of(config, vocab_size=None, **arguments):
@@ -46,7 +44,7 @@ def test_the_slowest_resource_limits_a_program():
 
 
 def test_bytes_given_back_in_place_count_once():
-    given_back = compiling.Program("apply", 3.0, 1.0, 2.0, 2.0, 5.0, hlo.Costs(), 0.0, 1.0)
+    given_back = compiling.Program(3.0, 1.0, 2.0, 2.0, 5.0, hlo.Costs(), 0.0, 1.0)
     assert given_back.hbm == 3 + 1 + 2 - 2 + 5
 
 
@@ -58,7 +56,7 @@ def test_a_critic_of_its_own_is_planned_too():
         config.train.microbatch_size = 8
         parts = parts_of(resolve(config), 32)
         lowered = [next(programs) for programs in [run_plan.lowered_programs(*parts)] for _ in range(2)]
-        names[method], held[method] = [name for name, _, _ in lowered], memory.resident(*parts)["decode"]
+        names[method], held[method] = [name for name, _ in lowered], memory.resident(*parts)["decode"]
     assert names == {"PPO": ["log-probs", "baseline"], "RLOO": ["log-probs", "update"]}
     assert held["PPO"] > 1.9 * held["RLOO"]
 
@@ -100,7 +98,7 @@ def test_decoding_in_eight_bits_is_planned_in_eight_bits(monkeypatch):
     config.rollout.int8 = True
     parts = parts_of(config, 32)
     monkeypatch.setattr(compiling, "training", lambda *args, **kwargs: iter(()))
-    (weights,) = (low.in_avals[0][0] for name, low, _ in run_plan.lowered_programs(*parts) if name == "decode")
+    (weights,) = (low.in_avals[0][0] for name, low in run_plan.lowered_programs(*parts) if name == "decode")
     matrices = sum(x.size for x in jax.tree.leaves(weights) if x.dtype == "int8")
     assert matrices == 2 * (64 * 16 * (4 + 2 + 2 + 4) + 3 * 64 * 128)
     wide = sum(x.size for x in jax.tree.leaves(weights) if x.dtype == "float32")
@@ -133,12 +131,12 @@ def test_what_is_offloaded_leaves_the_chips():
         memory.resident(*parts_of(config))
 
 
-def test_the_figures_of_a_step_come_from_config_and_programs():
+def test_the_figures_of_a_step_come_from_config_and_programs(monkeypatch, capsys):
     config = resolve(qwen3_4b_2k.get_config())
     config.rollout.slots = 48
     layout, _, decoding = parts_of(config, host=jax.devices()[:4])
     names = ("log-probs", "start", "add", "apply", "prefill", "decode")
-    programs = {name: program(name, flops=197e12) for name in names}
+    programs = {name: program(flops=197e12) for name in names}
     programs["decode"].costs.bytes = 2.5e9 + memory.cache_bytes(layout, decoding)
     lengths = run_plan.lengths_of(config, mean=1000)
     assert (lengths.prompt, lengths.mean, lengths.limit) == (300, 1000, 2048)
@@ -148,9 +146,9 @@ def test_the_figures_of_a_step_come_from_config_and_programs():
     step = run_plan.decode_step_of(layout, decoding, programs["decode"])
     assert step.fixed == pytest.approx(2.5e9) and step.collectives == 0 and step.network == 1.8e9
     assert step.cached == pytest.approx(192 * 36 * 2 * 8 * 128 * 2 / 4, rel=1e-3)  # of one position, on a chip of four
-    console = Console(record=True, width=120, file=io.StringIO())
-    plan.show(V5E, programs, found, console)
-    text = console.export_text()
+    monkeypatch.setenv("COLUMNS", "120")
+    plan.show(V5E, programs, found)
+    text = capsys.readouterr().out
     assert "400 steps, days" in text
     _, binds = text[text.index("fits v5e") :].splitlines()  # the last lines
     phases = found["expected"]["phases"]
@@ -165,8 +163,8 @@ def test_the_figures_of_a_step_come_from_config_and_programs():
 
 def test_each_program_is_announced_before_it_is_compiled(monkeypatch, capsys):
     monkeypatch.setattr(run_plan.Topology, "devices", lambda topology: jax.devices()[: topology.chips])
-    monkeypatch.setattr(run_plan, "lowered_programs", lambda *parts: iter([("decode", None, 1.0)]))
-    monkeypatch.setattr(run_plan, "compile_program", lambda name, *a, **k: program(name))
+    monkeypatch.setattr(run_plan, "lowered_programs", lambda *parts: iter([("decode", None)]))
+    monkeypatch.setattr(run_plan, "compile_program", lambda *a, **k: program())
     run_plan.plan(resolve(qwen3_0p6b_gsm8k.get_config()), V5E, only=["decode"])
     assert capsys.readouterr().err == "compiling decode for v5e:2x4\n"
 
@@ -174,9 +172,9 @@ def test_each_program_is_announced_before_it_is_compiled(monkeypatch, capsys):
 def test_a_program_that_the_config_lacks_is_an_error_before_any_is_compiled(monkeypatch, capsys):
     """A misspelt --programs would print nothing, and its exit code would say that all fits."""
     monkeypatch.setattr(run_plan.Topology, "devices", lambda topology: jax.devices()[: topology.chips])
-    parts = [("start", None, 1.0), ("decode", None, 1.0)]
+    parts = [("start", None), ("decode", None)]
     monkeypatch.setattr(run_plan, "lowered_programs", lambda *_: iter(parts))
-    monkeypatch.setattr(run_plan, "compile_program", lambda name, *a, **k: program(name))
+    monkeypatch.setattr(run_plan, "compile_program", lambda *a, **k: program())
     with pytest.raises(ValueError, match="this config has no program decod, update; it has start, decode"):
         four = topologies.parse("v5e:2x2")
         run_plan.plan(resolve(qwen3_0p6b_gsm8k.get_config()), four, only=["decode", "update", "decod"])
@@ -196,11 +194,11 @@ def test_where_the_weights_cannot_be_had_the_size_gives_the_shapes(monkeypatch, 
     assert run_plan.with_known_shapes(config) is config, "make_layout says what is missing"
 
 
-def test_tables_and_json_say_the_same():
-    programs = {"update": program(), "decode": program("decode", refused="Used 17.50G of 15.75G hbm")}
-    console = Console(record=True, width=100, file=io.StringIO())
-    plan.show(V5E, programs, {}, console)
-    text = console.export_text()
+def test_tables_and_json_say_the_same(monkeypatch, capsys):
+    programs = {"update": program(), "decode": program(refused="Used 17.50G of 15.75G hbm")}
+    monkeypatch.setenv("COLUMNS", "100")
+    plan.show(V5E, programs, {})
+    text = capsys.readouterr().out
     assert re.search(r"update +│ +1.00 │ .* │ +1.00 │ +0.00 │ +1 s", text), "the peak is a number"
     assert "does not fit v5e:2x4: decode" in text and "decode: Used 17.50G of 15.75G hbm" in text
     found = json.loads(json.dumps(plan.as_json(V5E, programs, {}, {})))

@@ -59,7 +59,7 @@ def programs(**launches):
 
     def program(name, flops):
         costs = hlo.Costs(flops, 1e9, {}, launches.get(name, 0))
-        return compiling.Program(name, 0, 0, 0, 0, 0, costs, flops, 0)
+        return compiling.Program(0, 0, 0, 0, 0, costs, flops, 0)
 
     sizes = {"rows": 64, "length": 10_240, "predicted": 10_240}
     update = compiling.training_flops(MODEL, **sizes, remat="full") / 64
@@ -139,9 +139,7 @@ def test_a_step_has_its_share_of_the_runs_evaluations():
 
 
 def test_hosts_exchange_groups_at_the_rate_of_a_host_beside_the_collective():
-    known = programs() | {
-        "exchange": compiling.Program("exchange", 0, 0, 0, 0, 0, hlo.Costs(0, 0, {"all-gather": 1.5e9}), 0, 0)
-    }
+    known = programs() | {"exchange": compiling.Program(0, 0, 0, 0, 0, hlo.Costs(0, 0, {"all-gather": 1.5e9}), 0, 0)}
     found = step_time.phases(WORK, step(160), known, SLICE)
     assert found["exchange"] == pytest.approx(1.5 + 1.5e9 / 540e9 / EXPECTED.ici)
     assert step_time.phases(WORK, step(160), known, SLICE, PEAKS)["exchange"] == pytest.approx(1.5e9 / 540e9)
