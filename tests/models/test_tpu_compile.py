@@ -14,6 +14,7 @@ from rpg_jax import models, parallel
 from rpg_jax.planning import compiling, hlo
 from rpg_jax.planning.topologies import GET_COMPILER, compiler_library
 from rpg_jax.rollout import DecodeEngine, Decoding, Weights
+from rpg_jax.training.state import abstract
 
 pytestmark = pytest.mark.tpu_compile
 
@@ -161,7 +162,7 @@ def test_qwen3_4b_decodes_64_slots_of_4096_within_a_gibibyte_of_temporaries(topo
     config, chips = models.size("Qwen3-4B"), topology("v5p:2x2x1").devices
     mesh = parallel.make_mesh({"tensor": 4}, chips)
     graphdef, shapes = models.abstract(config, jnp.bfloat16, compute_dtype=jnp.bfloat16)
-    params = compiling.placed(shapes, parallel.shardings(models.logical_axes(config), shapes, mesh))
+    params = abstract(shapes, parallel.shardings(models.logical_axes(config), shapes, mesh))
     decoding = Decoding(slots=64, capacity=4096, mesh=mesh)
     compiled = DecodeEngine(config, graphdef, Weights(params), decoding).lower(8, 256)["decode"].compile()
     memory = compiled.memory_analysis()
@@ -176,7 +177,7 @@ def test_a_small_model_in_float32_decodes_at_any_capacity(topology, capacity, he
     config = dataclasses.replace(models.size("Qwen2.5-0.5B"), num_layers=2, head_dim=head_dim, vocab_size=256)
     mesh = parallel.make_mesh({"replica": 4}, topology("v5p:2x2x1").devices)
     graphdef, shapes = models.abstract(config, jnp.float32, compute_dtype=jnp.float32)
-    params = compiling.placed(shapes, parallel.shardings(models.logical_axes(config), shapes, mesh))
+    params = abstract(shapes, parallel.shardings(models.logical_axes(config), shapes, mesh))
     decoding = Decoding(slots=8, capacity=capacity, mesh=mesh, int8_kv=int8_kv)
     text = DecodeEngine(config, graphdef, Weights(params), decoding).lower(1, 16)["decode"].compile().as_text()
     assert "ragged_attention" in text and "ragged_append" in text
