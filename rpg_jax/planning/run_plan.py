@@ -1,5 +1,6 @@
 """Plans a run: compiles its programs for a TPU slice, and adds up memory and seconds."""
 
+import dataclasses
 import math
 import sys
 import tempfile
@@ -9,11 +10,11 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rpg_jax.models import DecoderConfig, splash
+from rpg_jax.models import splash
 from rpg_jax.models.sizes import parameter_count
 from rpg_jax.parallel import hosts
-from rpg_jax.planning import hlo, step_time
-from rpg_jax.planning.chips import EXCHANGED_BYTES, EXPECTED, HBM_BAND, PACKING, PEAKS, PROMPT_TOKENS, SPREAD
+from rpg_jax.planning import hlo
+from rpg_jax.planning.chips import EXCHANGED_BYTES, EXPECTED, HBM_BAND, PACKING, PEAKS, PROMPT_TOKENS, SPREAD, Rates
 from rpg_jax.planning.compiling import (
     SAMPLING,
     Program,
@@ -23,7 +24,7 @@ from rpg_jax.planning.compiling import (
     operations,
     token_flops,
 )
-from rpg_jax.planning.step_time import DecodeStep, Lengths, Work
+from rpg_jax.planning.step_time import DecodeStep, Lengths, decode, figures
 from rpg_jax.planning.topologies import Topology
 from rpg_jax.rollout import Decoding, prefill_shape
 from rpg_jax.rollout.decoding import prompt_bucket, prompts_per_prefill
@@ -150,51 +151,87 @@ HELD_OUT = {"aime-2024": 30, "aime25": 30, "amc-23": 40, "minerva": 272, "olympi
 """The number of problems in published sets, by source. A plan reads no problems."""
 
 
-def held_out_problems(config: ConfigDict) -> int:
-    """Returns the most problems that an evaluation of all held-out sets can have. A set with more problems than
-    `evaluation.problems`, or of unknown size, counts as `evaluation.problems`."""
+def evaluations_of(config: ConfigDict) -> tuple[int, int]:
+    """Returns the number of evaluations of a run, and the most problems that an evaluation of all held-out sets can
+    have. A set with more problems than `evaluation.problems`, or of unknown size, counts as `evaluation.problems`."""
     sources = [entry.partition("=")[2] for entry in listed(config.task.held_out_sets or "held out")]
     most = config.evaluation.problems
-    return sum(min(most, HELD_OUT.get(source, most)) for source in sources)
+    number = 1 + math.ceil(config.train.steps / config.evaluation.every)  # before the first step, and after the last
+    return number, sum(min(most, HELD_OUT.get(source, most)) for source in sources)
 
 
-def work_of(layout: Layout, decoding: Decoding, lengths: Lengths) -> Work:
-    """Returns the work of a step of the layout's config, and of the run's evaluations."""
+def micro_batches(layout: Layout, lengths: Lengths) -> tuple[int, int]:
+    """Returns the whole micro-batches of an update, and further ones with stored completions (`rehearsal.path`)."""
     c, shape = layout.config, row_shape(layout.config)
-    policy, reference = (parameter_count(model) for model in (layout.model, reference_layout(layout).model))
-    passes = c.train.epochs if c.loss.estimator == "exact" else reference_differs(c)
-    bucket = prompt_bucket(math.ceil(lengths.prompt), decoding.capacity)
     # the rows that a completion fills
     filled = (lengths.prompt + lengths.mean) / shape.length / PACKING if shape.packed else 1.0
+    stored = rows_per_update(c) / c.rollout.group_size if c.rehearsal.path else 0
+    return math.ceil(rows_per_update(c) * filled / shape.rows), math.ceil(stored * filled / shape.rows)
+
+
+def phases(
+    layout: Layout,
+    decoding: Decoding,
+    programs: Mapping[str, Program],
+    on: Topology,
+    lengths: Lengths,
+    rates: Rates = EXPECTED,
+) -> dict[str, float]:
+    """Returns the seconds of each phase of a step on the slice `on` at `rates`, with whole micro-batches and
+    dispatches, a latency for each collective, and slots that empty in the end. `programs` are all programs by name. The
+    wait for the slowest host is left out: 1 to 4 % of decoding on 16 hosts.
+
+    The phases are "prefill", four of "decode: PART", "log-probs" and "update", "baseline" and "exchange" if the run has
+    them, and "evaluations": the step's share of the run's evaluations, with completions of the same lengths."""
+    c, t, model = layout.config, layout.config.train, layout.model
+    share = _run(layout, lengths)
+    seconds = {name: p.expected(on.chip, rates, 1.0 if name in SAMPLING else share) for name, p in programs.items()}
+    step = decode_step_of(layout, decoding, programs["decode"])
+    each = prompts_per_prefill(prompt_bucket(math.ceil(lengths.prompt), decoding.capacity), decoding.prefill_tokens)
     rows, length = prefill_shape(c.task.max_prompt_tokens, decoding.capacity)
-    dispatch = forward_flops(layout.model, rows=rows, length=length, predicted=0)
-    begun = [(forward_flops(layout.model, rows=1, length=round(n), predicted=0), share) for n, share in lengths.begun]
-    again = sum(flops * share for flops, share in begun) / dispatch
-    return Work(
-        steps=c.train.steps,
-        prompts=memory.prompts_of_a_step(c),
-        group_size=c.rollout.group_size,
-        lengths=lengths,
-        meshes=layout.decoding_hosts,
-        prefill_prompts=prompts_per_prefill(bucket, decoding.prefill_tokens),
-        prefilled_again=again,
-        updates=c.train.updates_per_step,
-        epochs=c.train.epochs,
-        passes=(not is_on_policy(layout)) + passes * reference / policy,
-        micro_batches=math.ceil(rows_per_update(c) * filled / shape.rows),
-        rehearsed=math.ceil(rows_per_update(c) / c.rollout.group_size * filled / shape.rows) if c.rehearsal.path else 0,
-        run=_run(layout.model, lengths, shape.length) if shape.packed else 1.0,
-        evaluations=1 + math.ceil(c.train.steps / c.evaluation.every),  # before the first step, and after the last
-        evaluated=(held_out_problems(c), c.evaluation.k),
-        synced=memory.bytes_of_a_number(layout) * policy,
-    )
+    dispatch = forward_flops(model, rows=rows, length=length, predicted=0)
+
+    def sampled(prompts: float, completions: float, lengths: Lengths) -> dict[str, float]:
+        own = prompts / layout.decoding_hosts  # hosts take prompts from one list
+        parts = decode(step, own * completions, lengths, on.chip, rates)
+        # the prefills of a completion's later parts, in dispatches with as many operations
+        begun = [(forward_flops(model, rows=1, length=round(n), predicted=0), of) for n, of in lengths.begun]
+        again = sum(flops * of for flops, of in begun) / dispatch
+        prefill = (math.ceil(own / each) + own * completions * again) * seconds["prefill"]
+        return {"prefill": prefill, **{f"decode: {part}": value for part, value in parts.items()}}
+
+    first, stored = micro_batches(layout, lengths)
+    batches = first * t.updates_per_step
+    if "update" in seconds:
+        update = batches * seconds["update"]
+    else:
+        later = (first - 1 + stored) * t.updates_per_step * seconds["add"]
+        update = t.updates_per_step * (seconds["start"] + seconds["apply"]) + later
+    found = sampled(memory.prompts_of_a_step(c), c.rollout.group_size, lengths)
+    if "exchange" in seconds:
+        received = sum(programs["exchange"].costs.collectives.values())
+        found["exchange"] = received / rates.host + seconds["exchange"]
+    # Passes over the completions, of the behaviour policy and of a reference that differs from it. A pass of a teacher
+    # counts as the ratio of its parameters to the policy's.
+    policy, reference = parameter_count(model), parameter_count(reference_layout(layout).model)
+    of_reference = t.epochs if c.loss.estimator == "exact" else reference_differs(c)
+    passes = (not is_on_policy(layout)) + of_reference * reference / policy
+    found |= {"log-probs": passes * batches * seconds["log-probs"], "update": t.epochs * update}
+    if "baseline" in seconds:
+        found["baseline"] = batches * seconds["baseline"]
+    evaluations, problems = evaluations_of(c)
+    whole = sampled(problems, c.evaluation.k, dataclasses.replace(lengths, part=math.inf))
+    return found | {"evaluations": evaluations / t.steps * sum(whole.values())}
 
 
-def _run(model: DecoderConfig, lengths: Lengths, length: int) -> float:
-    """Returns the share of the operations of a packed row of `length` tokens that run: attention skips blocks without
-    two tokens of one completion. A token attends to its completion and, in the mean, at most a block of others."""
-    attended = min(length / 2, lengths.attended_in_training + splash.BLOCK)
-    within, whole = (token_flops(model, tokens=1, attended=n, predicted=1) for n in (attended, length / 2))
+def _run(layout: Layout, lengths: Lengths) -> float:
+    """Returns the share of a micro-batch's operations that run. In packed rows attention skips blocks without two
+    tokens of one completion. A token attends to its completion and, in the mean, at most a block of others."""
+    shape = row_shape(layout.config)
+    if not shape.packed:
+        return 1.0
+    attended = min(shape.length / 2, lengths.attended_in_training + splash.BLOCK)
+    within, whole = (token_flops(layout.model, tokens=1, attended=n, predicted=1) for n in (attended, shape.length / 2))
     return within / whole
 
 
@@ -223,26 +260,30 @@ def step_figures(
     `programs` are all programs of a step by name, with "exchange" if there are several hosts.
 
     "bound" is at the peaks of the chip, "expected" at the expected rates; "fastest" and "slowest" are expected at the
-    ends of `HBM_BAND`. These four are results of `step_time.figures`. "binds" is a text with the longest phase of the
+    ends of `HBM_BAND`. These four are results of `figures`. "binds" is a text with the longest phase of the
     expected step, and its share. Further keys count a step's prompts, with oversampling, completions, micro-batches and
     slots, mean lengths in tokens, the run's steps and evaluations, and as "evaluated" an evaluation's completions."""
-    work, step = work_of(layout, decoding, lengths), decode_step_of(layout, decoding, programs["decode"])
+    c, prompts = layout.config, memory.prompts_of_a_step(layout.config)
     slowest, fastest = (EXPECTED._replace(hbm=hbm) for hbm in HBM_BAND)
     sides = {"bound": PEAKS, "expected": EXPECTED, "fastest": fastest, "slowest": slowest}
-    phases = {side: step_time.phases(work, step, programs, on, rates) for side, rates in sides.items()}
-    found = {side: step_time.figures(phases[side], work, on, rates) for side, rates in sides.items()}
-    longest, seconds = max(phases["expected"].items(), key=lambda phase: phase[1])
+    known = {"steps": c.train.steps, "synced": memory.bytes_of_a_number(layout) * parameter_count(layout.model)}
+    found = {
+        side: figures(phases(layout, decoding, programs, on, lengths, rates), on, rates, **known)
+        for side, rates in sides.items()
+    }
+    expected, (evaluations, problems) = found["expected"], evaluations_of(c)
+    longest, seconds = max(expected["phases"].items(), key=lambda phase: phase[1])
     return {
-        "prompts": work.prompts,
-        "completions": work.prompts * work.group_size,
+        "prompts": prompts,
+        "completions": prompts * c.rollout.group_size,
         "prompt_tokens": lengths.prompt,
         "mean_tokens": lengths.mean,
         "slots": decoding.slots * layout.decoding_hosts,
         "slots_of_a_chip": decoding.slots * layout.decoding_hosts / on.chips,
-        "micro_batches": work.micro_batches * work.updates,
-        "steps": work.steps,
-        "evaluations": work.evaluations,
-        "evaluated": math.prod(work.evaluated),
+        "micro_batches": micro_batches(layout, lengths)[0] * c.train.updates_per_step,
+        "steps": c.train.steps,
+        "evaluations": evaluations,
+        "evaluated": problems * c.evaluation.k,
         **found,
-        "binds": f"{longest}, {seconds / found['expected']['seconds']:.0%} of the expected step",
+        "binds": f"{longest}, {seconds / expected['seconds']:.0%} of the expected step",
     }

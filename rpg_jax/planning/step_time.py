@@ -1,4 +1,4 @@
-"""Seconds, days and dollars of a step: at the hardware's peaks, the expected time, and the phase that binds."""
+"""Seconds of decoding by the lengths of completions, and days and dollars of steps."""
 
 from __future__ import annotations
 
@@ -8,95 +8,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from rpg_jax.planning.chips import EXPECTED, Chip, Rates
-from rpg_jax.planning.compiling import SAMPLING, Program
 from rpg_jax.planning.topologies import Topology
 
 
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """The work of one step of a run, and of the run's evaluations.
-
-    Attributes:
-      steps: steps of the run.
-      prompts: groups that are sampled, dynamic sampling's oversampling included.
-      group_size: completions of a prompt.
-      lengths: lengths of prompts and completions.
-      meshes: number of decoding meshes, which take prompts from one list.
-      prefill_prompts: prompts of mean length in a dispatch of prefill.
-      updates: mini-batches of a step.
-      epochs: passes over the mini-batches.
-      passes: log-probability passes over a step's completions, of the behaviour policy and of a reference that differs
-        from it. A pass of a teacher counts as the ratio of its parameters to the policy's.
-      micro_batches: whole micro-batches of an update.
-      rehearsed: further micro-batches of an update, with stored completions (`rehearsal.path`).
-      prefilled_again: the prefills of a completion's later parts, in prefill dispatches with as many operations.
-      run: share of a micro-batch's operations that are run: attention skips blocks between completions of one row. The
-        counts of programs have attention over whole rows.
-      evaluations: evaluations of the run.
-      evaluated: (problems, completions of each problem) of an evaluation.
-      synced: bytes of the weights that each server loads after a step.
-    """
-
-    steps: int
-    prompts: float
-    group_size: int
-    lengths: Lengths
-    meshes: int
-    prefill_prompts: int
-    updates: int
-    epochs: int
-    passes: float
-    micro_batches: int
-    rehearsed: int = 0
-    prefilled_again: float = 0.0
-    run: float = 1.0
-    evaluations: int = 0
-    evaluated: tuple[int, int] = (0, 0)
-    synced: float = 0.0
-
-
-def phases(
-    work: Work, step: DecodeStep, programs: Mapping[str, Program], on: Topology, rates: Rates = EXPECTED
-) -> dict[str, float]:
-    """Returns the seconds of each phase of a step of `work` on the slice `on` at `rates`, with whole micro-batches and
-    dispatches, a latency for each collective, and slots that empty in the end. `step` is a decode step, and `programs`
-    are all programs by name. The wait for the slowest host is left out: 1 to 4 % of decoding on 16 hosts.
-
-    The phases are "prefill", four of "decode: PART", "log-probs" and "update", and if the run has them "baseline",
-    "exchange" and "evaluations": the step's share of the run's evaluations, with completions of the same lengths."""
-    run = {name: 1.0 if name in SAMPLING else work.run for name in programs}
-    seconds = {name: program.expected(on.chip, rates, run[name]) for name, program in programs.items()}
-
-    def sampled(prompts: float, completions: float, lengths: Lengths, again: float = 0.0) -> dict[str, float]:
-        own = prompts / work.meshes
-        parts = decode(step, own * completions, lengths, on.chip, rates)
-        prefill = (math.ceil(own / work.prefill_prompts) + own * completions * again) * seconds["prefill"]
-        return {"prefill": prefill, **{f"decode: {part}": value for part, value in parts.items()}}
-
-    batches = work.micro_batches * work.updates
-    if "update" in seconds:
-        update = batches * seconds["update"]
-    else:
-        later = (work.micro_batches - 1 + work.rehearsed) * work.updates * seconds["add"]
-        update = work.updates * (seconds["start"] + seconds["apply"]) + later
-    found = sampled(work.prompts, work.group_size, work.lengths, work.prefilled_again)
-    if "exchange" in seconds:
-        received = sum(programs["exchange"].costs.collectives.values())
-        found["exchange"] = received / rates.host + seconds["exchange"]
-    found |= {"log-probs": work.passes * batches * seconds["log-probs"], "update": work.epochs * update}
-    if "baseline" in seconds:
-        found["baseline"] = batches * seconds["baseline"]
-    if work.evaluations:
-        whole = dataclasses.replace(work.lengths, part=math.inf)
-        found["evaluations"] = work.evaluations / work.steps * sum(sampled(*work.evaluated, whole).values())
-    return found
-
-
-def figures(seconds: Mapping[str, float], work: Work, on: Topology, rates: Rates = EXPECTED) -> dict[str, Any]:
-    """The times of a step of `work` and of the run, for JSON. `seconds` are the `phases` of the step on the slice `on`
-    at `rates`; they follow each other. Returns "phases", the seconds of each; "seconds" and "seconds_beside_servers" of
-    a step; "days" of the run; and "dollars" of the run and "step_dollars", at list prices, None if the chip's price is
-    not known.
+def figures(
+    seconds: Mapping[str, float], on: Topology, rates: Rates = EXPECTED, *, steps: int, synced: float
+) -> dict[str, Any]:
+    """The times of a step and of the run of `steps`, for JSON. `seconds` are the phases of the step on the slice `on`
+    at `rates`; they follow each other. `synced` are the bytes of the weights that each server loads after a step.
+    Returns "phases", the seconds of each; "seconds" and "seconds_beside_servers" of a step; "days" of the run; and
+    "dollars" of the run and "step_dollars", at list prices, None if the chip's price is not known.
 
     Beside servers these chips only train, and as many other chips, the servers, sample one step ahead. Training stands
     still while a host copies its part of the weights to its memory. While servers sample, the part is written and then
@@ -104,13 +25,13 @@ def figures(seconds: Mapping[str, float], work: Work, on: Topology, rates: Rates
     evaluations, too, while training waits."""
     step, evaluations = sum(seconds.values()), seconds.get("evaluations", 0.0)
     rollout = sum(s for name, s in seconds.items() if name.startswith(("prefill", "decode", "exchange")))
-    part = work.synced / on.hosts / rates.host
+    part = synced / on.hosts / rates.host
     training = step - rollout - evaluations + part
-    hours, hourly = work.steps * step / 3600, on.hourly
+    hours, hourly = steps * step / 3600, on.hourly
     return {
         "phases": dict(seconds),
         "seconds": step,
-        "seconds_beside_servers": max(rollout, training, part + work.synced / rates.host) + evaluations,
+        "seconds_beside_servers": max(rollout, training, part + synced / rates.host) + evaluations,
         "days": hours / 24,
         "dollars": None if hourly is None else hours * hourly,
         "step_dollars": None if hourly is None else step / 3600 * hourly,

@@ -149,8 +149,8 @@ def test_evaluations_have_the_problems_of_published_sets_and_the_configs_complet
     step = estimates.estimate(resolve(qwen3_4b_8k.get_config()), SLICE).step
     assert (step["evaluations"], step["evaluated"]) == (1 + 40, (30 + 30 + 40) * 32)
     config = resolve(qwen3_0p6b_gsm8k.get_config())
-    assert run_plan.held_out_problems(config) == 1319
+    assert run_plan.evaluations_of(config)[1] == 1319
     config.evaluation.problems = 100
-    assert run_plan.held_out_problems(config) == 100
+    assert run_plan.evaluations_of(config)[1] == 100
     config.task.held_out_sets = "mine=mine.parquet,AIME24=aime-2024"
-    assert run_plan.held_out_problems(config) == 130
+    assert run_plan.evaluations_of(config)[1] == 130

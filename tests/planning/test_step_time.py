@@ -15,14 +15,20 @@ With 128 slots the same weights are read 790,528 times, which takes 575 s.
 """
 
 import dataclasses
+import functools
 import math
 
+import jax
 import pytest
 
+from configs import qwen3_4b_8k
 from rpg_jax import models
-from rpg_jax.planning import compiling, hlo, step_time, topologies
+from rpg_jax.planning import compiling, hlo, run_plan, step_time, topologies
 from rpg_jax.planning.chips import EXPECTED, PEAKS
 from rpg_jax.planning.step_time import DecodeStep, Lengths, decode
+from rpg_jax.runs import memory
+from rpg_jax.runs.layout import make_layout
+from rpg_jax.runs.resolve import resolve
 
 MODEL = models.size("Qwen3-4B")
 SLICE = topologies.parse("v5p:4x4x4")
@@ -40,18 +46,23 @@ def step(slots, **changes):
     return dataclasses.replace(DecodeStep(slots, **sizes), **changes)
 
 
-WORK = step_time.Work(
-    steps=400,
-    prompts=1536,
-    group_size=16,
-    lengths=LENGTHS,
-    meshes=16,
-    prefill_prompts=4,
-    updates=16,
-    epochs=1,
-    passes=1,
-    micro_batches=4,
-)
+@functools.cache
+def parts_of(slots, rehearses):
+    """The layout of the 8K config on 16 hosts, with that many slots on each, and how it decodes."""
+    config = resolve(qwen3_4b_8k.get_config())
+    config.rollout.slots, config.train.microbatch_size = slots // 4, 64
+    with config.unlocked():
+        config.rehearsal.path = rehearses
+    layout = make_layout(config, None, host=jax.devices()[:4])
+    return dataclasses.replace(layout, decoding_hosts=16), memory.make_decoding(layout)
+
+
+def phases(rates=EXPECTED, *, slots=160, rehearses=None, launches=0, **more):
+    """The phases of a step; "add" has `launches` collectives, and `more` are further programs."""
+    layout, decoding = parts_of(slots, rehearses)
+    known = programs(add=launches) | more
+    known["decode"].costs.bytes = WEIGHTS + memory.cache_bytes(layout, decoding)
+    return run_plan.phases(layout, decoding, known, SLICE, LENGTHS, rates)
 
 
 def programs(**launches):
@@ -84,8 +95,7 @@ def test_decoding_at_the_peaks_is_the_hand_computation():
 
 
 def test_a_step_at_the_peaks_is_the_hand_computation_and_at_most_an_eighth():
-    total = sum(step_time.phases(WORK, step(160), programs(), SLICE, PEAKS).values())
-    assert 0.9 * 355 < total < 1.15 * 355
+    assert 0.9 * 355 < sum(phases(PEAKS).values()) < 1.15 * 355
 
 
 def test_the_parts_of_expected_decoding_add_up_by_hand():
@@ -107,67 +117,63 @@ def test_many_slots_are_limited_by_their_products():
     assert parts["weights"] == pytest.approx(8192 * own.products / 459e12 / EXPECTED.flops)
 
 
-def test_blocks_between_completions_cost_nothing():
-    whole = step_time.phases(WORK, step(160), programs(), SLICE)
-    skipping = step_time.phases(dataclasses.replace(WORK, run=0.8), step(160), programs(), SLICE)
+def test_blocks_between_completions_cost_nothing(monkeypatch):
+    skipping = phases()
+    monkeypatch.setattr(run_plan, "_run", lambda *_: 1.0)
+    whole = phases()
     assert skipping["update"] < whole["update"] and skipping["decode: cache"] == whole["decode: cache"]
-    assert skipping["log-probs"] == pytest.approx(0.8 * whole["log-probs"])
+    attended = LENGTHS.attended_in_training + 512
+    few, all_ = (compiling.token_flops(MODEL, tokens=1, attended=n, predicted=1) for n in (attended, 10_240 / 2))
+    assert skipping["log-probs"] == pytest.approx(few / all_ * whole["log-probs"])
 
 
 def test_expected_training_pays_for_every_collective():
-    few = step_time.phases(WORK, step(160), programs(), SLICE)
-    many = step_time.phases(WORK, step(160), programs(add=100), SLICE)
-    added = many["update"] - few["update"]
+    added = phases(launches=100)["update"] - phases()["update"]
     assert added == pytest.approx(16 * 3 * 100 * EXPECTED.collective_seconds)
 
 
 def test_expected_is_slower_than_the_peaks_in_every_phase():
-    least = step_time.phases(WORK, step(160), programs(), SLICE, PEAKS)
-    likely = step_time.phases(WORK, step(160), programs(), SLICE)
+    least, likely = phases(PEAKS), phases()
     assert all(least[name] < likely[name] for name in ("prefill", "decode: cache", "log-probs", "update"))
     assert all(least[name] <= likely[name] for name in likely)
 
 
 def test_a_step_has_its_share_of_the_runs_evaluations():
     """41 of 100 problems and 32 completions each, which fill a part of the slots: each takes the longest completion."""
-    work = dataclasses.replace(WORK, evaluations=41, evaluated=(100, 32))
-    found = step_time.phases(work, step(240), programs(), SLICE)
+    found = phases(slots=240)
     own = decode(step(240), 200, LENGTHS, CHIP)
     prefill = found["prefill"] / (1536 / 16 / 4) * math.ceil(100 / 16 / 4)
-    assert found["evaluations"] == pytest.approx(41 / 400 * (sum(own.values()) + prefill))
-    assert "evaluations" not in step_time.phases(WORK, step(240), programs(), SLICE)
+    # the layout's cache has the length of each slot, too
+    assert found["evaluations"] == pytest.approx(41 / 400 * (sum(own.values()) + prefill), rel=1e-4)
 
 
 def test_hosts_exchange_groups_at_the_rate_of_a_host_beside_the_collective():
-    known = programs() | {"exchange": compiling.Program(0, 0, 0, 0, 0, hlo.Costs(0, 0, {"all-gather": 1.5e9}), 0, 0)}
-    found = step_time.phases(WORK, step(160), known, SLICE)
-    assert found["exchange"] == pytest.approx(1.5 + 1.5e9 / 540e9 / EXPECTED.ici)
-    assert step_time.phases(WORK, step(160), known, SLICE, PEAKS)["exchange"] == pytest.approx(1.5e9 / 540e9)
+    exchange = compiling.Program(0, 0, 0, 0, 0, hlo.Costs(0, 0, {"all-gather": 1.5e9}), 0, 0)
+    assert phases(exchange=exchange)["exchange"] == pytest.approx(1.5 + 1.5e9 / 540e9 / EXPECTED.ici)
+    assert phases(PEAKS, exchange=exchange)["exchange"] == pytest.approx(1.5e9 / 540e9)
 
 
 def test_a_step_beside_servers_is_no_shorter_than_the_way_of_the_weights():
-    def beside_servers(work, **seconds):
-        return step_time.figures(seconds, work, SLICE)["seconds_beside_servers"]
+    def beside_servers(synced, **seconds):
+        return step_time.figures(seconds, SLICE, steps=400, synced=synced)["seconds_beside_servers"]
 
-    assert beside_servers(WORK, decode=300, update=60, evaluations=7) == 307
-    part = dataclasses.replace(WORK, synced=256e9)  # each of 16 hosts copies and writes 16 s, each server reads 256 s
-    assert beside_servers(part, decode=300, update=60, evaluations=7) == 307
-    assert beside_servers(part, decode=30, update=60) == 16 + 256
-    assert beside_servers(part, decode=30, update=360) == 360 + 16
+    assert beside_servers(0, decode=300, update=60, evaluations=7) == 307
+    synced = 256e9  # each of 16 hosts copies and writes 16 s, each server reads 256 s
+    assert beside_servers(synced, decode=300, update=60, evaluations=7) == 307
+    assert beside_servers(synced, decode=30, update=60) == 16 + 256
+    assert beside_servers(synced, decode=30, update=360) == 360 + 16
 
 
 def test_days_and_dollars_are_those_of_all_steps_on_all_chips():
-    figures = step_time.figures({"decode: cache": 300.0, "update": 60.0}, WORK, SLICE)
+    figures = step_time.figures({"decode: cache": 300.0, "update": 60.0}, SLICE, steps=400, synced=0.0)
     assert (figures["seconds"], figures["seconds_beside_servers"]) == (360, 300)
     assert figures["days"] == pytest.approx(400 * 360 / 86_400)
     assert figures["dollars"] == pytest.approx(400 * 360 / 3600 * 64 * 4.20)
 
 
-def test_rehearsal_adds_micro_batches_to_every_update_and_no_log_prob_pass():
-    plain, more = (
-        step_time.phases(dataclasses.replace(WORK, rehearsed=rehearsed), step(160), programs(), SLICE)
-        for rehearsed in (0, 2)
-    )
-    an_add = programs()["add"].expected(CHIP, EXPECTED, WORK.run)
-    assert more["update"] - plain["update"] == pytest.approx(16 * 2 * an_add)
+def test_rehearsal_adds_micro_batches_to_every_update_and_no_log_prob_pass(monkeypatch):
+    monkeypatch.setattr(run_plan, "_run", lambda *_: 1.0)
+    plain, more = phases(), phases(rehearses="stored.npz")
+    an_add = programs()["add"].expected(CHIP, EXPECTED)
+    assert more["update"] - plain["update"] == pytest.approx(16 * an_add)  # 14 stored rows: one micro-batch
     assert more["log-probs"] == plain["log-probs"]
