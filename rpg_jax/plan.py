@@ -26,7 +26,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from rpg_jax.planning import topologies
 from rpg_jax.planning.chips import EXPECTED, HBM_BAND
@@ -117,7 +117,7 @@ def show(topology: Topology, programs: Mapping[str, Program], figures: Mapping[s
     explains the columns. `programs` are {name: program}; `figures` is the result of `run_plan.step_figures`, or {} for
     no table of the step."""
     console = screen.console()
-    console.print(_memory(topology, programs), _speed(topology, programs))
+    console.print(*_programs(topology, programs))
     if figures:
         console.print(_step(topology, figures))
     misfits = [name for name, p in programs.items() if not p.fits(topology.chip)]
@@ -183,24 +183,21 @@ def as_json(
     }
 
 
-def _memory(topology: Topology, programs: Mapping[str, Program]) -> Table:
-    rows = []
+def _programs(topology: Topology, programs: Mapping[str, Program]) -> tuple[Table, Table]:
+    """The tables of the programs' memory, and of their speed."""
+    memory, speed = [], []
     for name, p in programs.items():
         parts = (p.arguments, p.temporaries, p.outputs, p.alias, p.resident, p.hbm, p.host)
-        rows.append((name, *(f"{part / _GIB:.2f}" for part in parts), f"{p.compile_seconds:.0f} s"))
-    title = f"{topology.name}: GiB on each of {topology.chips} chips, of {topology.chip.hbm / _GIB:.2f}"
-    return _table(title, ("program", "args", "temp", "out", "in place", "others", "peak", "host", "compile"), rows)
-
-
-def _speed(topology: Topology, programs: Mapping[str, Program]) -> Table:
-    rows = []
-    for name, p in programs.items():
+        memory.append((name, *(f"{part / _GIB:.2f}" for part in parts), f"{p.compile_seconds:.0f} s"))
         limit, seconds = p.bound(topology.chip)
         network = sum(p.costs.collectives.values())
         counts = (p.costs.flops / 1e12, p.model_flops / 1e12, p.costs.bytes / 1e9, network / 1e9)
-        rows.append((name, *map(_figure, counts), limit, _figure(seconds)))
-    title = "one run of each program, on each chip, at the peak of its limit"
-    return _table(title, ("program", "TFLOP", "model's", "HBM GB", "network GB", "limit", "seconds"), rows)
+        speed.append((name, *map(_figure, counts), limit, _figure(seconds)))
+    sizes = ("program", "args", "temp", "out", "in place", "others", "peak", "host", "compile")
+    rates = ("program", "TFLOP", "model's", "HBM GB", "network GB", "limit", "seconds")
+    title = f"{topology.name}: GiB on each of {topology.chips} chips, of {topology.chip.hbm / _GIB:.2f}"
+    one_run = "one run of each program, on each chip, at the peak of its limit"
+    return _table(title, sizes, memory), _table(one_run, rates, speed)
 
 
 def _step(topology: Topology, figures: Mapping[str, Any]) -> Table:
@@ -229,9 +226,8 @@ def _step(topology: Topology, figures: Mapping[str, Any]) -> Table:
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(title=title)
-    for column in head:
-        table.add_column(column, justify="left" if column in ("program", "limit", "phase") else "right")
+    left = ("program", "limit", "phase")
+    table = Table(*(Column(name, justify="left" if name in left else "right") for name in head), title=title)
     for row in rows:
         table.add_row(*row)
     return table
