@@ -36,7 +36,6 @@ from rpg_jax.runs import cli, config_files
 
 if TYPE_CHECKING:
     from rpg_jax.planning.compiling import Program
-    from rpg_jax.planning.estimates import Estimate
 
 _GIB = 2**30
 
@@ -80,24 +79,23 @@ def plan(options: argparse.Namespace) -> int:
     topology = topologies.parse(options.topology)
     configs = {name: run_plan.with_known_shapes(resolve(config)) for name, config in loaded.items()}
     lengths = functools.partial(run_plan.lengths_of, mean=options.mean_tokens, prompt=options.prompt_tokens)
-    found: dict[str, Estimate] = {}
+    found: dict[str, dict[str, Any]] = {}
     programs: dict[str, Program] = {}
     step, config = dict[str, Any](), configs["as given"]
     if options.beside:
         found = {name: estimates.estimate(one, topology, lengths(one)) for name, one in configs.items()}
-        fits = found["as given"].fits(topology)
+        fits = found["as given"]["fits"]
     else:
         if options.search:
-            found = estimates.search(config, topology, lengths(config))
+            found, config = estimates.search(config, topology, lengths(config))
             if not found:
                 raise ValueError(f"no settings that fit {topology.name} by arithmetic; take a larger slice")
-            config = next(iter(found.values())).config
             if not options.json:
                 show_settings(topology, found)
         programs, step = run_plan.plan(config, topology, options.programs, lengths=lengths(config))
         fits = all(program.fits(topology.chip) for program in programs.values())
         if not fits and not options.search:
-            found = estimates.search(config, topology, lengths(config))
+            found, _ = estimates.search(config, topology, lengths(config))
     if options.json:
         print(json.dumps(as_json(topology, programs, step, found)))
         return 0 if fits else 1
@@ -132,14 +130,14 @@ def show(topology: Topology, programs: Mapping[str, Program], figures: Mapping[s
             console.print(f"  {name}: {programs[name].refused}", markup=False)
 
 
-def show_settings(topology: Topology, found: Mapping[str, Estimate], most: int | None = 8) -> None:
+def show_settings(topology: Topology, found: Mapping[str, Mapping[str, Any]], most: int | None = 8) -> None:
     """Prints a row for each of the first `most` settings (None: all) in `found`, {name: estimate}: the count of trained
     numbers, GiB on a chip, and the seconds of the expected step, or "no room" if the setting does not fit."""
     console, table, found = screen.console(), [], dict(list(found.items())[:most])
     for number, one in enumerate(found.values(), 1):
-        trained, *memory = one.sizes.values()
-        expected = _figure(one.step["expected"]["seconds"]) if one.fits(topology) else "no room"
-        slots = f"{one.step['slots_of_a_chip']:g}" if one.fits(topology) else ""
+        trained, memory = one["trained"], [size for name, size in one.items() if name.endswith("_bytes")]
+        expected = _figure(one["step"]["expected"]["seconds"]) if one["fits"] else "no room"
+        slots = f"{one['step']['slots_of_a_chip']:g}" if one["fits"] else ""
         millions = f"{trained / 1e6:,.1f} M" if trained < 1e9 else f"{trained / 1e9:,.2f} B"
         table.append((str(number), millions, *(f"{size / _GIB:.2f}" for size in memory), slots, expected))
     title = f"{topology.name}, by arithmetic: GiB on a chip, of {topology.chip.hbm / _GIB:.2f}"
@@ -153,10 +151,10 @@ def as_json(
     topology: Topology,
     programs: Mapping[str, Program],
     figures: Mapping[str, Any],
-    settings: Mapping[str, Estimate],
+    settings: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
     """The plan as a dict for JSON: the slice; "fits", whether all programs fit, None without programs; the programs by
-    name; "step", the `figures` of `run_plan.step_figures`; and the `settings` compared by arithmetic, by name. Bytes
+    name; "step", the `figures` of `run_plan.step_figures`; and the `settings`, estimates by name. Bytes
     and seconds are of one chip."""
     chip = topology.chip
     return {
@@ -177,9 +175,7 @@ def as_json(
             for name, p in programs.items()
         },
         "step": dict(figures),
-        "settings": {
-            name: {"fits": one.fits(topology), **one.sizes, "step": one.step} for name, one in settings.items()
-        },
+        "settings": dict(settings),
     }
 
 

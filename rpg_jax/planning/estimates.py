@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import itertools
 from collections.abc import Mapping
@@ -78,50 +77,39 @@ def _sampling(layout: Layout, decoding: Decoding, flops: Mapping[str, float]) ->
     return {"prefill": (first, weights), "decode": (decode, weights + cache + 3 * logits)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """A plan by arithmetic. Bytes are those of one chip.
-
-    Attributes:
-      config: the resolved config.
-      sizes: "trained", the count of numbers that an update changes, of the whole model; and bytes: "base_bytes" of
-        frozen weights, "state_bytes" of trained weights and optimizer, "sync_bytes" of what a weight sync brings, and
-        "training_peak_bytes" and "sampling_peak_bytes" of HBM at the peak of the largest program of each.
-      step: the time of a step and of the run, as `run_plan.step_figures` returns it.
-    """
-
-    config: ConfigDict
-    sizes: dict[str, float]
-    step: dict[str, Any]
-
-    def fits(self, topology: Topology) -> bool:
-        """Whether sampling fits in the HBM of a chip, and training in the share `memory.TRUSTED` (0.8) of the HBM."""
-        hbm = topology.chip.hbm
-        return self.sizes["sampling_peak_bytes"] <= hbm and self.sizes["training_peak_bytes"] <= memory.TRUSTED * hbm
-
-
-def estimate(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> Estimate:
+def estimate(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> dict[str, Any]:
     """Estimates memory and time of a resolved config by arithmetic. Compiles nothing. `lengths` None: as
     `run_plan.lengths_of` assumes. Raises ValueError if libtpu is not installed, model, mesh and sizes of the config
-    conflict, or `rollout.devices` is set."""
+    conflict, or `rollout.devices` is set.
+
+    Returns for JSON "fits", whether sampling fits in the HBM of a chip, and training in the share `memory.TRUSTED`
+    (0.8) of the HBM; "trained", the count of numbers that an update changes, of the whole model; "step", of
+    `run_plan.step_figures`; and bytes on one chip: "base_bytes" of frozen weights, "state_bytes" of trained weights and
+    optimizer, "sync_bytes" of what a weight sync brings, and "training_peak_bytes" and "sampling_peak_bytes" of HBM at
+    the peak of the largest program of each."""
     layout, learner, decoding, held = run_plan.parts_on(config, topology)
     lengths = lengths or run_plan.lengths_of(config)
     programs = estimated_programs(layout, decoding, held)
     programs |= run_plan.exchange(layout, decoding, held, topology, lengths)
-    sizes = {
+    training = max(program.hbm for name, program in programs.items() if name not in SAMPLING)
+    sampling = max(program.hbm for name, program in programs.items() if name in SAMPLING)
+    return {
+        "fits": sampling <= topology.chip.hbm and training <= memory.TRUSTED * topology.chip.hbm,
         "trained": sum(x.size for x in jax.tree.leaves(layout.trained_shapes)),
         "base_bytes": 0.0 if layout.abstract_base is None else memory.bytes_on_a_device(layout.abstract_base),
         "state_bytes": memory.bytes_on_a_device(learner.like),
         "sync_bytes": memory.bytes_on_a_device(memory.synced_params(layout, decoding)),
-        "training_peak_bytes": max(program.hbm for name, program in programs.items() if name not in SAMPLING),
-        "sampling_peak_bytes": max(program.hbm for name, program in programs.items() if name in SAMPLING),
+        "training_peak_bytes": training,
+        "sampling_peak_bytes": sampling,
+        "step": run_plan.step_figures(layout, decoding, programs, topology, lengths),
     }
-    return Estimate(config, sizes, run_plan.step_figures(layout, decoding, programs, topology, lengths))
 
 
-def search(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> dict[str, Estimate]:
+def search(
+    config: ConfigDict, topology: Topology, lengths: Lengths | None = None
+) -> tuple[dict[str, dict[str, Any]], ConfigDict]:
     """Returns the changes of `config` that fit by arithmetic, as {"FIELD=VALUE,FIELD=VALUE": estimate}, the fastest
-    expected step first; {} if none fits.
+    expected step first, and the config with the first of them; ({}, `config`) if none fits.
 
     A search unsets `rollout.slots` and `train.microbatch_size`; the memory then decides both. The search tries 1 to 8
     chips of a host for a copy of the decoding weights, `rollout.int8_kv`, and three remat policies. If nothing fits, a
@@ -134,15 +122,17 @@ def search(config: ConfigDict, topology: Topology, lengths: Lengths | None = Non
     }
     run_plan.check_one_mesh(config)  # or without libtpu, every choice would fail below, as if none fitted
     topology.devices()
-    unset, found = {"rollout.slots": None, "train.microbatch_size": None}, dict[str, Estimate]()
+    unset, found = {"rollout.slots": None, "train.microbatch_size": None}, []
     for spread in ({}, {"mesh.context": 2}, {"mesh.context": 4}):
         for values in itertools.product(*tried.values()):
             choice = {**spread, **dict(zip(tried, values, strict=True))}
             # Heads, rows or a mesh may not divide. Every choice of a micro-batch would be printed.
             with contextlib.suppress(ValueError), contextlib.redirect_stderr(io.StringIO()):
-                one = estimate(config_files.changed(config, {**unset, **choice}), topology, lengths)
-                if one.fits(topology):
-                    found[",".join(f"{name}={value}" for name, value in choice.items())] = one
+                changed = config_files.changed(config, {**unset, **choice})
+                one = estimate(changed, topology, lengths)
+                if one["fits"]:
+                    found.append((",".join(f"{name}={value}" for name, value in choice.items()), one, changed))
         if found:
             break
-    return dict(sorted(found.items(), key=lambda item: item[1].step["expected"]["seconds"]))
+    found.sort(key=lambda each: each[1]["step"]["expected"]["seconds"])
+    return {name: one for name, one, _ in found}, found[0][2] if found else config
