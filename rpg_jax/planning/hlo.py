@@ -260,9 +260,9 @@ def computations(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
             entry = header[2] if header[1] else entry
         elif match := _INSTRUCTION.match(line):
             root, name, kind, op, rest = match.groups()
-            end = _closing(rest) + 1
-            attributes = op + rest if op in ("parameter", "constant") else rest[end:]
-            operands = tuple(current.get(o, _UNKNOWN) for o in re.findall(r"%([\w.\-]+)", rest[:end]))
+            names, _, attributes = rest.partition("), ")
+            operands = tuple(current.get(o, _UNKNOWN) for o in re.findall(r"%([\w.\-]+)", names))
+            attributes = op + rest if op in ("parameter", "constant") else attributes
             current[name] = Instruction(name, kind, op, operands, attributes, bool(root))
     return found, entry
 
@@ -282,15 +282,6 @@ def uses_of(value: Instruction, body: Collection[Instruction]) -> Iterator[tuple
                 yield from uses_of(x, body)
             elif operand is value:
                 yield x, n
-
-
-def _closing(text: str) -> int:
-    depth = 0
-    for i, c in enumerate(text):
-        depth += (c == "(") - (c == ")")
-        if depth == 0:
-            return i
-    return len(text) - 1
 
 
 def arrays_of(kind: str) -> Iterator[tuple[str, tuple[int, ...], str]]:

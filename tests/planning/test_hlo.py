@@ -176,3 +176,9 @@ def test_what_this_machine_compiles_is_counted_exactly():
     text = jax.jit(scanned).lower(x, stack).compile().as_text()
     assert hlo.count(text).flops in (5 * 2 * 16 * 32 * 32, 0)  # 0 where XLA:CPU calls a library instead
     assert hlo.count(text).bytes > 5 * 32 * 32 * 4
+
+
+@pytest.mark.parametrize("kind", ["", "f32[8,128]{1,0:T(8,128)} "], ids=["names", "types and names"])
+def test_operands_end_before_the_attributes(kind):
+    add = f"%y = f32[8,128]{{1,0}} add({kind}%x, {kind}%x), metadata={{op_name=%x}}"
+    assert hlo.count(computation(f"%x = f32[8,128] parameter(0)\n{add}")).bytes == 3 * 8 * 128 * 4
