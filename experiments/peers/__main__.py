@@ -17,7 +17,7 @@ from typing import Any
 from experiments.peers.opponent import Opponent
 from rpg_jax import bench
 from rpg_jax.benchmarks import measure_rollout, measure_step
-from rpg_jax.benchmarks.subject import DIMENSIONS, PRESETS, Subject, Work, progress
+from rpg_jax.benchmarks.subject import DIMENSIONS, PRESETS, Subject, Work
 from rpg_jax.runs import cli
 
 GENERATORS = {"hf": "hf_generate.py", "tunix": "tunix_generate.py"}
@@ -67,7 +67,7 @@ def _torch_step(python: str, one: Subject) -> Opponent:
         "dtype": layout.config.model.compute_dtype,
         "learning_rate": layout.config.optimizer.learning_rate,
     }
-    progress(f"PyTorch in {python}: first step")
+    print(f"PyTorch in {python}: first step", file=sys.stderr, flush=True)
     return Opponent(python, "torch_step.py", sizes)
 
 

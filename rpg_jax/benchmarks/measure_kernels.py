@@ -27,12 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from rpg_jax import models
-from rpg_jax.benchmarks.subject import progress
 from rpg_jax.models.attention import attention, chosen, decode_attention
 from rpg_jax.models.kv_cache import KVCache
 from rpg_jax.models.logical import platform
 from rpg_jax.models.moe import grouped_product
 from rpg_jax.runs import cli
+from rpg_jax.storage.errors import say
 
 LIMITS = {"float32": 1e-4, "bfloat16": 3e-2, "int8": 1e-3}
 """What rounding explains. bfloat16 has 8 bits, rounded at other places; with an int8 cache a kernel's sums have 15."""
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     raises `cli.Ended` if some kernel failed or differs from XLA."""
     wrong = []
     for case in cases(platform()):
-        progress(f"{case.name} in {case.dtype}, {case.model}")
+        say(f"{case.name} in {case.dtype}, {case.model}")
         found = measured(case, arguments.repeats)
         if not found["passed"]:
             wrong.append(f"{case.name} in {case.dtype} of {case.model}")

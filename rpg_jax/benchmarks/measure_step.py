@@ -34,11 +34,12 @@ from typing import Any
 import jax
 
 from rpg_jax.benchmarks import subject
-from rpg_jax.benchmarks.subject import Peer, Subject, progress
+from rpg_jax.benchmarks.subject import Peer, Subject
 from rpg_jax.models import parameter_count
 from rpg_jax.planning.hlo import count
 from rpg_jax.runs import cli, memory
 from rpg_jax.runs.memory import bytes_on_a_device, make_decoding
+from rpg_jax.storage.errors import say
 from rpg_jax.training.step import Frozen
 
 
@@ -61,7 +62,7 @@ def run(
     subjects = {name: subject.chosen(arguments, changes=changes) for name, changes in settings}
     contenders: list[Contender] = []
     for number, (name, one) in enumerate(subjects.items(), 1):
-        progress(f"{one.name}, {name}: setting {number} of {len(subjects)}; {one.tokens} tokens; weights, compiling")
+        say(f"{one.name}, {name}: setting {number} of {len(subjects)}; {one.tokens} tokens; weights, compiling")
         contenders.append(Contender(one, name, number == 1))
     peer = start_peer(contenders[0].one) if start_peer else None
     theirs: list[Mapping[str, Any]] = []
@@ -72,7 +73,7 @@ def run(
             theirs.append(peer.work())
         versus = f", torch {theirs[-1]['seconds']:.3f} s" if theirs else ""
         ours = ", ".join(f"{contender.times[-1][0]:.3f} s" for contender in contenders)
-        progress(f"round {repeat + 1} of {arguments.repeats}: {ours}{versus}")
+        say(f"round {repeat + 1} of {arguments.repeats}: {ours}{versus}")
     first = contenders[0].result()
     results = [first, *(contender.result(first["seconds"]) for contender in contenders[1:])]
     if peer:

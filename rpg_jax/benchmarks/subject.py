@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import functools
 import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -192,11 +191,6 @@ def peak_flops() -> float | None:
 def peak_bytes() -> int:
     """Returns the most bytes of host memory that this process has had resident so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def progress(message: str) -> None:
-    """Prints a line to stderr at once."""
-    print(message, file=sys.stderr, flush=True)
 
 
 def since_start() -> float:
