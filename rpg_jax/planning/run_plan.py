@@ -3,9 +3,7 @@
 import dataclasses
 import math
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -117,8 +115,7 @@ def vocabulary(config: ConfigDict) -> int | None:
     if stage is not None:
         with stage:
             task = task.opened(stage)
-    with tempfile.TemporaryDirectory() as folder:
-        return open_tokenizer(config, task, Path(folder)).vocab_size
+    return open_tokenizer(config, task).vocab_size
 
 
 def lengths_of(config: ConfigDict, *, mean: float = 0, prompt: float = 0) -> Lengths:

@@ -158,13 +158,16 @@ def make_stage(config: ConfigDict, handed: Handed = NOTHING) -> Stage | None:
     return Stage(declaration, environment_options(config), workers=workers, deadline_s=deadline)
 
 
-def open_tokenizer(config: ConfigDict, task: Task, run_dir: Path) -> data.Tokenizer:
+def open_tokenizer(config: ConfigDict, task: Task, run_dir: Path | None = None) -> data.Tokenizer:
     """The tokenizer in the folder or hub address `model.tokenizer`, else `model.path`. If both are unset, the tokenizer
-    is a SentencePiece model, which the first call trains on `task.texts` and keeps in `run_dir`/tokenizer.model. All
-    processes of the run call together. Raises ValueError if a folder has no tokenizer, or there is no text to train on.
-    """
+    is a SentencePiece model, which the first call trains on `task.texts` and keeps in `run_dir`/tokenizer.model; None:
+    its file is deleted. All processes of the run call together. Raises ValueError if a folder has no tokenizer, or
+    there is no text to train on."""
     if address := config.model.tokenizer or config.model.path:
         return data.load_tokenizer(models.local_folder(address, weights=False))
+    if run_dir is None:
+        with tempfile.TemporaryDirectory() as scratch:
+            return open_tokenizer(config, task, Path(scratch))
     file = run_dir / "tokenizer.model"
     if hosts.is_first() and not file.exists():
         data.train_sentencepiece(task.texts, file)
@@ -281,8 +284,7 @@ def data_settings(file: str, overrides: Sequence[str]) -> DataSettings:
     stage = make_stage(config)
     if stage is not None:
         task = task.opened(stage)
-    with tempfile.TemporaryDirectory() as scratch:
-        tokenizer = open_tokenizer(config, task, Path(scratch))
+    tokenizer = open_tokenizer(config, task)
     t, limit = config.task, config.warm_start.max_tokens or config.rollout.max_tokens
     sources = listed(f"{t.train or ''},{config.warm_start.train or ''}")
     return DataSettings(sources, t.template, tokenizer, t.thinking, t.max_prompt_tokens, limit, stage)
