@@ -57,8 +57,7 @@ def plan(
         if not only or name in only:
             print(f"compiling {name} for {topology.name}", file=sys.stderr, flush=True)
             plain = name == "decode"  # the other branch cuts the distribution, which training never does
-            known = {"model_flops": flops[name], "resident": held[name]}
-            programs[name] = compile_program(lowered, **known, cheapest=plain)
+            programs[name] = compile_program(lowered, model_flops=flops[name], resident=held[name], cheapest=plain)
     if only or any(program.refused for program in programs.values()):
         return programs, {}
     lengths = lengths or lengths_of(config)
@@ -167,12 +166,7 @@ def micro_batches(layout: Layout, lengths: Lengths) -> tuple[int, int]:
 
 
 def phases(
-    layout: Layout,
-    decoding: Decoding,
-    programs: Mapping[str, Program],
-    on: Topology,
-    lengths: Lengths,
-    rates: Rates = EXPECTED,
+    layout: Layout, decoding: Decoding, programs: Mapping[str, Program], on: Topology, lengths: Lengths, rates: Rates
 ) -> dict[str, float]:
     """Returns the seconds of each phase of a step on the slice `on` at `rates`, with whole micro-batches and
     dispatches, a latency for each collective, and slots that empty in the end. `programs` are all programs by name. The

@@ -7,13 +7,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rpg_jax.planning.chips import EXPECTED, Chip, Rates
+from rpg_jax.planning.chips import Chip, Rates
 from rpg_jax.planning.topologies import Topology
 
 
-def figures(
-    seconds: Mapping[str, float], on: Topology, rates: Rates = EXPECTED, *, steps: int, synced: float
-) -> dict[str, Any]:
+def figures(seconds: Mapping[str, float], on: Topology, rates: Rates, *, steps: int, synced: float) -> dict[str, Any]:
     """The times of a step and of the run of `steps`, for JSON. `seconds` are the phases of the step on the slice `on`
     at `rates`; they follow each other. `synced` are the bytes of the weights that each server loads after a step.
     Returns "phases", the seconds of each; "seconds" and "seconds_beside_servers" of a step; "days" of the run; and
@@ -63,9 +61,7 @@ class DecodeStep:
     steps_per_dispatch: int = 16
 
 
-def decode(
-    step: DecodeStep, completions: float, lengths: Lengths, chip: Chip, rates: Rates = EXPECTED
-) -> dict[str, float]:
+def decode(step: DecodeStep, completions: float, lengths: Lengths, chip: Chip, rates: Rates) -> dict[str, float]:
     """The seconds of each part of decoding `completions` on a mesh, all steps together. The parts follow each other.
     "weights": every step reads the weights and multiplies all slots, also idle slots. "cache": attention reads the
     filled part of the cache. "latency": the collectives. "host": the time between dispatches."""

@@ -100,7 +100,7 @@ def test_a_step_at_the_peaks_is_the_hand_computation_and_at_most_an_eighth():
 
 def test_the_parts_of_expected_decoding_add_up_by_hand():
     own = step(64, collectives=75, network=5.4e6)
-    parts = decode(own, 1536, LENGTHS, CHIP)
+    parts = decode(own, 1536, LENGTHS, CHIP, EXPECTED)
     steps = 4096 * (1536 - 64) / 64 + 8192
     read = steps * WEIGHTS / 2.765e12 / EXPECTED.hbm
     assert parts["weights"] == pytest.approx(read)  # above the products' time
@@ -113,7 +113,7 @@ def test_the_parts_of_expected_decoding_add_up_by_hand():
 
 def test_many_slots_are_limited_by_their_products():
     own = step(1536)
-    parts = decode(own, 1536, LENGTHS, CHIP)
+    parts = decode(own, 1536, LENGTHS, CHIP, EXPECTED)
     assert parts["weights"] == pytest.approx(8192 * own.products / 459e12 / EXPECTED.flops)
 
 
@@ -141,7 +141,7 @@ def test_expected_is_slower_than_the_peaks_in_every_phase():
 def test_a_step_has_its_share_of_the_runs_evaluations():
     """41 of 100 problems and 32 completions each, which fill a part of the slots: each takes the longest completion."""
     found = phases(slots=240)
-    own = decode(step(240), 200, LENGTHS, CHIP)
+    own = decode(step(240), 200, LENGTHS, CHIP, EXPECTED)
     prefill = found["prefill"] / (1536 / 16 / 4) * math.ceil(100 / 16 / 4)
     # the layout's cache has the length of each slot, too
     assert found["evaluations"] == pytest.approx(41 / 400 * (sum(own.values()) + prefill), rel=1e-4)
@@ -155,7 +155,7 @@ def test_hosts_exchange_groups_at_the_rate_of_a_host_beside_the_collective():
 
 def test_a_step_beside_servers_is_no_shorter_than_the_way_of_the_weights():
     def beside_servers(synced, **seconds):
-        return step_time.figures(seconds, SLICE, steps=400, synced=synced)["seconds_beside_servers"]
+        return step_time.figures(seconds, SLICE, EXPECTED, steps=400, synced=synced)["seconds_beside_servers"]
 
     assert beside_servers(0, decode=300, update=60, evaluations=7) == 307
     synced = 256e9  # each of 16 hosts copies and writes 16 s, each server reads 256 s
@@ -165,7 +165,7 @@ def test_a_step_beside_servers_is_no_shorter_than_the_way_of_the_weights():
 
 
 def test_days_and_dollars_are_those_of_all_steps_on_all_chips():
-    figures = step_time.figures({"decode: cache": 300.0, "update": 60.0}, SLICE, steps=400, synced=0.0)
+    figures = step_time.figures({"decode: cache": 300.0, "update": 60.0}, SLICE, EXPECTED, steps=400, synced=0.0)
     assert (figures["seconds"], figures["seconds_beside_servers"]) == (360, 300)
     assert figures["days"] == pytest.approx(400 * 360 / 86_400)
     assert figures["dollars"] == pytest.approx(400 * 360 / 3600 * 64 * 4.20)
