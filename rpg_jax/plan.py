@@ -148,10 +148,7 @@ def show_settings(topology: Topology, found: Mapping[str, Mapping[str, Any]], mo
 
 
 def as_json(
-    topology: Topology,
-    programs: Mapping[str, Program],
-    figures: Mapping[str, Any],
-    settings: Mapping[str, Mapping[str, Any]],
+    topology: Topology, programs: Mapping[str, Program], figures: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The plan as a dict for JSON: the slice; "fits", whether all programs fit, None without programs; the programs by
     name; "step", the `figures` of `run_plan.step_figures`; and the `settings`, estimates by name. Bytes
@@ -174,8 +171,8 @@ def as_json(
             }
             for name, p in programs.items()
         },
-        "step": dict(figures),
-        "settings": dict(settings),
+        "step": figures,
+        "settings": settings,
     }
 
 

@@ -77,9 +77,7 @@ class Program:
 
     def bound(self, chip: Chip) -> tuple[str, float]:
         """The slowest resource at its peak rate ("compute", "HBM" or "ICI"), and its seconds for all operations."""
-        limits = self.limits(chip)
-        name = max(limits, key=limits.__getitem__)
-        return name, limits[name]
+        return max(self.limits(chip).items(), key=lambda limit: limit[1])
 
     def expected(self, chip: Chip, rates: Rates, run: float = 1.0) -> float:
         """The expected seconds of one run on a chip: the seconds of the slowest resource at `rates`, with the share

@@ -159,11 +159,11 @@ def _ragged_bytes(i: Instruction) -> float:
     counts as full. The write of a token moves tiles that are too small to count."""
     total = bytes_of(i.type) if i.name.startswith("ragged_attention") else 0.0
     for operand in i.operands:
-        layers, *axes = shape_of(operand.type) or [1]
-        if len(axes) < 4:
+        dims = shape_of(operand.type)
+        if len(dims) < 5:
             total += bytes_of(operand.type)
         elif i.name.startswith("ragged_attention"):
-            total += bytes_of(operand.type) / layers
+            total += bytes_of(operand.type) / dims[0]
     return total
 
 
@@ -186,8 +186,7 @@ def _convolution(i: Instruction) -> float:
     left, right, out = captured(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
     lhs, rhs = (shape_of(o.type) for o in i.operands[:2])
     result = shape_of(i.type)
-    window = " ".join(captured(r"window=\{([^}]*)\}", i.attributes))
-    fields = dict(field.split("=") for field in window.split())
+    fields = dict(re.findall(r"(\w+)=(\S+)", "".join(captured(r"window=\{([^}]*)\}", i.attributes))))
 
     def field(name: str, d: int, default: str) -> str:
         return fields[name].split("x")[d] if name in fields else default
