@@ -84,14 +84,11 @@ def tally(differences: Sequence[Mean]) -> str:
     )
 
 
-def ranks(values: Sequence[float]) -> list[int]:
-    """The rank of each value: 1 for the largest, 2 for the next smaller. Values equal to 9 decimals share a rank."""
-    distinct = sorted({round(v, 9) for v in values}, reverse=True)
-    return [distinct.index(round(v, 9)) + 1 for v in values]
-
-
 def ranks_of(means: Sequence[Mean]) -> list[int]:
-    """The rank of each mean, 1 for the largest; [] if there are fewer than two, or one is over fewer than 3 seeds."""
+    """The rank of each mean: 1 for the largest, 2 for the next smaller. Means equal to 9 decimals share a rank. [] if
+    there are fewer than two, or one is over fewer than 3 seeds."""
     if len(means) < 2 or any(m.seeds < SEEDS_TO_RANK for m in means):
         return []
-    return ranks([m.value for m in means])
+    values = [round(m.value, 9) for m in means]
+    distinct = sorted(set(values), reverse=True)
+    return [distinct.index(value) + 1 for value in values]

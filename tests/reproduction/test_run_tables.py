@@ -173,7 +173,9 @@ def test_a_table_whose_runs_ended_before_a_step_says_where_their_errors_are(tmp_
 
 
 def test_ranks_share_ties():
-    assert seeds.ranks([0.5, 0.9, 0.9, 0.1]) == [2, 1, 1, 3]
+    means = [seeds.Mean(value, 0.1, 3) for value in (0.5, 0.9, 0.9, 0.1)]
+    assert seeds.ranks_of(means) == [2, 1, 1, 3]
+    assert seeds.ranks_of(means[:1]) == [] == seeds.ranks_of([*means, seeds.Mean(0.7, 0.1, 2)])
 
 
 def test_the_page_marks_best_and_second_and_flags_the_impossible(tmp_path, leave_a_run, without_figures):
