@@ -209,29 +209,18 @@ def _unpacked(packed: Mapping[str, Any]) -> Results:
     about = dict(packed["table"])
     about["rows"] = {row: tuple(overrides) for row, overrides in about["rows"].items()}
     about["swept"] = {row: (group, values) for row, (group, values) in about["swept"].items()}
-    runs = []
-    for run in packed["runs"]:
-        runs.append(
-            Run(
-                name=run["name"],
-                seed=run["seed"],
-                config={**packed["config"], **run["config"]},
-                records=_records(run["metrics"]),
-                row=run["row"],
-                versions=packed["versions"][run["versions"]],
-                start=run.get("start", ""),
-                parent=run.get("parent", ""),
-            )
+    runs = [
+        Run(
+            **{name: run[name] for name in ("name", "seed", "row", "start", "parent") if name in run},
+            config={**packed["config"], **run["config"]},
+            records=_records(run["metrics"]),
+            versions=packed["versions"][run["versions"]],
         )
-    return Results(
-        packed["name"],
-        Table(**about),
-        runs,
-        packed["command"],
-        packed["hardware"],
-        tuple(packed["extra"]),
-        _unpacked(packed["scan"]) if packed["scan"] else None,
-    )
+        for run in packed["runs"]
+    ]
+    made_by = packed["command"], packed["hardware"], tuple(packed["extra"])
+    scan = _unpacked(packed["scan"]) if packed["scan"] else None
+    return Results(packed["name"], Table(**about), runs, *made_by, scan)
 
 
 def _columns(records: Sequence[Mapping[str, Any]]) -> list[dict[str, list]]:
