@@ -82,14 +82,8 @@ def inspect(options: argparse.Namespace, console: Console) -> None:
 
 
 def _load(options: argparse.Namespace):
-    return load(
-        options.sources,
-        bad_rows=options.bad_rows,
-        template=options.template,
-        source=options.source,
-        count=options.count,
-        seed=options.seed,
-    )
+    how = {name: getattr(options, name) for name in ("bad_rows", "template", "source", "count", "seed")}
+    return load(options.sources, **how)
 
 
 def _counts(problems: Sequence[Problem], report: Report) -> rich.table.Table:

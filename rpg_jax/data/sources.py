@@ -175,14 +175,14 @@ def _parquet(file: Path) -> Rows:
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
-            if table.metadata.num_rows == 0:
-                raise ValueError(f"{file} has no rows")
             for batch in table.iter_batches(1024):
                 for row in batch.to_pylist():
                     yield f"{file}, row {number}", row
                     number += 1
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # no UTF-8; the year 1e5
         raise ValueError(f"{file} is not a readable parquet file (after {number} rows): {error}") from error
+    if number == 0:
+        raise ValueError(f"{file} has no rows")
 
 
 def _jsonl(file: Path) -> Rows:
@@ -191,10 +191,14 @@ def _jsonl(file: Path) -> Rows:
         first = lines.read(2)
         if first in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # `json` guesses the encoding of each line by itself
             raise ValueError(f"{file} is in UTF-16: save it as UTF-8")
-        if first[:1] == b"[":
-            yield from _json_array(file)
-            return
         lines.seek(0)
+        if first[:1] == b"[":
+            try:
+                rows = json.loads(lines.read())
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{file} is not a readable JSON array: {error}") from error
+            yield from ((f"{file}, entry {number}", row) for number, row in enumerate(rows))
+            return
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -203,15 +207,6 @@ def _jsonl(file: Path) -> Rows:
             except (ValueError, RecursionError) as error:
                 row = BadRow(f"not JSON: {error}")
             yield f"{file}, line {number}", row
-
-
-def _json_array(file: Path) -> Rows:
-    try:
-        rows = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not a readable JSON array: {error}") from error
-    for number, row in enumerate(rows):
-        yield f"{file}, entry {number}", row
 
 
 def _hub(data: HubDataset) -> Rows:

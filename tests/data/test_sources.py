@@ -160,6 +160,16 @@ def test_broken_files_are_named(tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=f"{name} is not a readable parquet file"):
             load(str(tmp_path / name))
+    columns = {
+        "far.parquet": pyarrow.array([2**62], pyarrow.timestamp("us")),
+        "nanoseconds.parquet": pyarrow.array([1], pyarrow.timestamp("ns")),
+        "bytes.parquet": pyarrow.array([b"\xff"]).cast(pyarrow.string(), safe=False),
+    }
+    for name, column in columns.items():  # columns that nobody reads
+        table = pyarrow.table({"question": ["q"], "answer": ["1"], "other": column})
+        pyarrow.parquet.write_table(table, tmp_path / name)
+        with pytest.raises(ValueError, match=rf"{name} is not a readable parquet file \(after 0 rows\): "):
+            load(str(tmp_path / name))
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(ValueError, match="empty.jsonl is empty"):
         load(str(tmp_path / "empty.jsonl"))
