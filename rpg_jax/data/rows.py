@@ -12,6 +12,7 @@ from rpg_jax.data.prompts import Problem, apply_template, strip_template
 QUESTION_KEYS = ("question", "problem", "prompt", "raw_problem")
 ANSWER_KEYS = ("answer", "final_answer", "ground_truth", "solution")
 DEMONSTRATION_KEYS = ("demonstration", "completion")
+_MOST_SAMPLES = 10**6  # of a problem: an evaluation lists them all
 
 
 class BadRow(Exception):
@@ -96,8 +97,8 @@ def read_row(row: Any, reading: Reading, prompt_id: int, report: Report) -> Prob
     but `messages` may have a demonstration under one of `DEMONSTRATION_KEYS`. With a demonstration the answer may be
     empty; outside the official schema, and without `reading.shape`, it may be missing.
 
-    Raises BadRow if a key is missing, a type or role is wrong, `samples` is below 1, the question, prompt, answer or a
-    text under `DEMONSTRATION_KEYS` is empty, or a text has a lone surrogate; ValueError for an unknown template.
+    Raises BadRow if a key is missing, a type, role or `samples` is wrong, the question, prompt, answer or a text under
+    `DEMONSTRATION_KEYS` is empty, or a text has a lone surrogate; ValueError for an unknown template.
     """
     if not isinstance(row, Mapping):
         raise BadRow(f"expected an object, got {type(row).__name__}")
@@ -212,15 +213,15 @@ def _official(row: Row, reading: Reading, prompt_id: int) -> Problem:
 
 def _problem(prompt_id: int, prompt, answer, source, samples, system, question, demonstrations) -> Problem:
     samples = 1 if samples is None else samples
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise BadRow(f"'samples' must be a whole number above 0, got {samples!r}")
+    if isinstance(samples, bool) or not isinstance(samples, int) or not 1 <= samples <= _MOST_SAMPLES:
+        raise BadRow(f"'samples' must be a whole number from 1 to {_MOST_SAMPLES}, got {samples!r:.60}")
     if not isinstance(source, str):
         raise BadRow(f"the source must be text, got {type(source).__name__}")
     if not (question.strip() and prompt.strip()):
         raise BadRow("empty prompt")
     if not answer.strip() and not demonstrations:
         raise BadRow("empty answer")
-    texts = {"prompt": prompt, "answer": answer, "source": source, "system turn": system}
+    texts = {"prompt": prompt, "question": question, "answer": answer, "source": source, "system turn": system}
     for name, text in {**texts, "demonstration": "".join(demonstrations)}.items():
         try:
             text.encode()

@@ -256,6 +256,8 @@ def test_reasoning_gym_is_asked_for_questions_and_never_to_score(monkeypatch):
         ('{"question": "q", "answer": ' + "9" * 5000 + "}", "not JSON"),
         ('{"question": "q", "answer": true}', "'answer' must be text, got bool"),
         ("[" * 100_000, "not JSON"),
+        (json.dumps(official(extra_info={"raw_problem": "\ud800"})), "the question holds half of a character"),
+        ('{"question": "q", "answer": "1", "samples": 1' + "0" * 400 + "}", "'samples' must be .* 1 to 1000000, got"),
         ("\\x00", "not JSON"),
     ],
 )
