@@ -214,7 +214,8 @@ class InProcess:
 
     def verdicts(self, calls: Sequence[tuple[Callable[..., Any], Task]]) -> list[Verdict]:
         """Calls each function with its task's arguments and options, waits, and returns the verdicts in the order of
-        `calls`. An exception of a function becomes a verdict with an error; the deadline, the error "timeout"."""
+        `calls`. An exception of a function becomes a verdict with an error, except a plain function's
+        KeyboardInterrupt; the deadline, the error "timeout"."""
         begun = [self.submit(*call) if is_async(call[0]) else None for call in calls]
         return [future.result() if future else _called(*call) for call, future in zip(calls, begun, strict=True)]
 
@@ -230,14 +231,17 @@ class InProcess:
 def _called(function: Callable[..., Any], task: Task) -> Verdict:
     try:
         return checked(task.returns, function(*task.arguments, **task.options))
-    except Exception as error:  # for instance a reference answer that the verifier cannot read
+    except (Exception, SystemExit) as error:  # a reference answer that the verifier cannot read, or exit()
         return failure(error)
 
 
 async def _awaited(function: Callable[..., Any], task: Task, deadline_s: float) -> Verdict:
     try:
-        return checked(task.returns, await asyncio.wait_for(function(*task.arguments, **task.options), deadline_s))
+        async with asyncio.timeout(deadline_s):
+            return checked(task.returns, await function(*task.arguments, **task.options))
     except TimeoutError as error:
         return Verdict(None, "timeout", str(error) or f"no score within {deadline_s:g} s")
-    except Exception as error:
+    except BaseException as error:  # SystemExit too: out of here it would end the loop, for which callers would wait
+        if (own := asyncio.current_task()) and own.cancelling():  # by `close`
+            raise
         return failure(error)

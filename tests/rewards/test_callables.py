@@ -109,6 +109,21 @@ def test_async_calls_run_together_where_a_loop_is_running_and_a_late_one_is_canc
     assert scores.errors == {"timeout": 1} and cancelled == ["late"]
 
 
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_an_exit_in_a_reward_costs_its_own_verdict_and_nobody_waits_for_ever(error):
+    async def judge(completion, answer, prompt):
+        if completion == "exit":
+            raise error
+        return float(completion == answer)
+
+    def plain(completion, answer, prompt):
+        return asyncio.run(judge(completion, answer, prompt))
+
+    for reward in (judge, plain)[: 2 if error is SystemExit else 1]:  # Ctrl-C stops what runs in the caller's thread
+        scores = scored(reward, ["4", "exit", "5"], deadline_s=5.0)
+        assert scores.rewards.tolist() == [1, 0, 0] and scores.errors == {"error": 1}
+
+
 def swapped(prompt, completion, gold):
     return float(completion == gold)
 
