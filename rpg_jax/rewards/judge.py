@@ -31,7 +31,8 @@ REMEMBERED = 100_000  # scores
 KEY_VARIABLE = "JUDGE_API_KEY"  # the environment variable with the server's API key, if it has one
 _MOST_BYTES = 2**22  # of a reply
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
-_SCALE = re.compile(r"\([^()]*\d\s*(?:to|[-–])\s*\d[^()]*\)")  # (0 to 10); the grade may be (8) or (8 out of 10)
+_BRACKETS = re.compile(r"\([^()]*\)")
+_SCALE = re.compile(r"\d\s*(?:to|[-–])\s*\d")  # (0 to 10); the grade may be (8) or (8 out of 10)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 Item = tuple[str, str, str]
@@ -127,7 +128,8 @@ class Server:
     def _graded(self, text: str) -> float:
         """Returns the last line's number (8, 8/10, Score (0-9) - 8) / `scale`. Raises BadScore if not in [0, scale]."""
         last = next(filter(str.strip, reversed(text.rpartition("</think>")[2].splitlines())), "")
-        found = _NUMBER.search(_SCALE.sub("", last).rpartition(":")[2])
+        graded = _BRACKETS.sub(lambda found: "" if _SCALE.search(found[0]) else found[0], last)
+        found = _NUMBER.search(graded.rpartition(":")[2])
         if found is None:
             raise BadScore(f"no number in the judge's last line: {text[-80:]!r}")
         score = float(found[0])
@@ -185,9 +187,8 @@ class Judge:
 
     def _reply(self, body: dict[str, Any], deadline: float) -> Any:
         """Sends `body` and returns the JSON of the reply. Raises Failed if no such reply comes in time."""
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(KEY_VARIABLE, "").strip():
-            headers["Authorization"] = f"Bearer {key}"
+        key = os.environ.get(KEY_VARIABLE, "").strip()
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
         content = b""
         try:
@@ -212,7 +213,7 @@ class Judge:
                 late = f"no reply in judge.deadline_seconds={self.server.deadline_seconds:g}"
                 raise Failed("timeout", late) from error
             raise Failed("unreachable", f"{self._url}: {error}", again=True) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Failed("status", f"the reply is no JSON: {content[:80]!r}") from error
 
 

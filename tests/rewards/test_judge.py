@@ -97,6 +97,12 @@ def test_the_number_in_the_last_line_is_the_grade(reply, found):
     assert (verdict.score, verdict.error) == found
 
 
+def test_a_long_last_line_is_graded_in_linear_time():
+    began = time.process_time()  # where the time is quadratic: 17 seconds
+    [verdict] = Server(url="http://x").verdicts(chat("(" + "1-" * 60_000), 1)
+    assert verdict.score == 0.1 and time.process_time() - began < 2
+
+
 def test_a_scoring_endpoint_gets_batches_and_equal_completions_are_asked_once(served):
     url, bodies = served(lambda body, n: (200, {"scores": [float(c[1:]) for c in body["completions"]]}))
     judge = Judge(Server(url=url, kind="score", batch=3))
@@ -164,7 +170,7 @@ def test_an_error_whose_text_does_not_come_is_known_by_its_status():
     assert found == [(None, "status")]
 
 
-@pytest.mark.parametrize("reply", [b"{", {"scores": [1.0]}, {"scores": [1, "x"]}, {"other": 1}])
+@pytest.mark.parametrize("reply", [b"{", b"[" * 100_000, {"scores": [1.0]}, {"scores": [1, "x"]}, {"other": 1}])
 def test_a_reply_of_another_form_is_the_servers_failure_and_a_score_that_is_none_is_a_value(served, reply):
     url, _ = served(lambda body, n: (200, reply))
     found = [error for _, error in judged(url, items(2), kind="score")]
