@@ -93,7 +93,7 @@ class TurnRequest:
             raise Unusable(f"an answer of another form: {str(answer)[:100]}") from None
         if reason == "abort":
             raise Aborted("the server has aborted a completion")
-        if ids is None or prompt is None:
+        if ids is None or not isinstance(prompt, list):
             raise Unusable("no token_ids or no prompt_token_ids: the server must know return_token_ids")
         if prompt != (context := self.row.context.tolist()):
             raise Unusable(f"it has read another prompt, of {len(prompt)} tokens in place of {len(context)}")
@@ -138,7 +138,7 @@ class ScoreRequest:
         and, without `names`, each wanted log-probability is above -9999 and at most 0; up to 1e-5 counts as 0."""
         try:
             [choice] = answer["choices"]
-            names, found = choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]
+            names, found = choice["logprobs"]["tokens"], list(choice["logprobs"]["token_logprobs"])
             sizes = len(names), len(found)
         except (KeyError, TypeError, ValueError):
             raise Unusable(f"no log-probs of the prompt: {str(answer)[:100]}") from None
@@ -185,7 +185,7 @@ def _tokens(ids: Any) -> np.ndarray:
 
 
 def _logprobs(values: Any) -> np.ndarray:
-    if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
+    if not isinstance(values, list) or not all(type(x) is float or type(x) is int and abs(x) < 2**63 for x in values):
         raise Unusable(f"the log-probs are no numbers: {str(values)[:60]}")
     found = np.array(values, np.float32)
     return np.where((found > 0) & (found <= _ROUNDING), np.float32(0), found)

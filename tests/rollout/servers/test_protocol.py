@@ -143,6 +143,9 @@ def test_a_load_that_vllm_would_refuse_again_ends_the_run_and_another_500_does_n
     assert all(served(stand_in(once).url).generate(REQUEST))
 
 
+BY_TEXT = {"a": -1.0, "b": -1.0, "c": -1.0, "d": -1.0}
+
+
 def scored(names=("a", "b", "c", "d"), logprobs=(None, -0.5, -1.25, -2.0)):
     return {"choices": [{"logprobs": {"tokens": list(names), "token_logprobs": list(logprobs)}}]}
 
@@ -160,6 +163,8 @@ def test_a_text_is_scored_from_its_first_completion_token_on():
     [
         ({"choices": [{"logprobs": None}]}, "no log-probs of the prompt"),
         ({"object": "error"}, "no log-probs of the prompt"),
+        ({"choices": [{"logprobs": {"tokens": "ab" * 2, "token_logprobs": BY_TEXT}}]}, "the log-probs are no numbers"),
+        (scored(logprobs=(None, -0.5, -(10**400), -2.0)), "the log-probs are no numbers"),
         (scored(logprobs=(None, -0.5, -1.25)), "3 log-probs and 4 texts of 4 tokens"),
         (scored(logprobs=(None, -0.5, -1.25, None)), "the log-probs are no numbers"),
         (scored(logprobs=(None, -0.5, 0.1, -2.0)), "positive, not finite or -9999"),

@@ -89,9 +89,11 @@ def unusable(**changes):
     [
         (unusable(token_ids="absent"), "no token_ids or no prompt_token_ids: the server must know return_token_ids"),
         (unusable(prompt_token_ids="absent"), "no token_ids or no prompt_token_ids"),
+        (unusable(prompt_token_ids=7), "no token_ids or no prompt_token_ids"),
         (unusable(prompt_token_ids=[7]), "it has read another prompt, of 1 tokens in place of"),
         (unusable(logprobs=None), "no log-probs of the sampled tokens"),
         (unusable(logprobs={"token_logprobs": [None] * 4}), "the log-probs are no numbers"),
+        (unusable(logprobs={"token_logprobs": [-(10**400), -1, -1, -1]}), "the log-probs are no numbers"),
         (unusable(logprobs={"token_logprobs": [-1.0] * 3}), "a completion of 4 tokens; the limit is 4"),
         (unusable(logprobs={"token_logprobs": [-1.0, 0.1, -1, -1]}), "log-probabilities that are positive"),
         (unusable(logprobs={"token_logprobs": [-1.0, float("nan"), -1, -1]}), "log-probabilities that are positive"),
