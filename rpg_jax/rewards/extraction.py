@@ -78,11 +78,13 @@ def math_dapo(completion: str, answer: str) -> float:
 
 def boxed(completion: str, answer: str) -> float:
     """Returns 1.0 if the contents of the completion's last \\boxed{…} equal the reference `answer`, else 0.0. Both are
-    compared in the spelling that `normalise` makes. Of a reference with a \\boxed{…} only the contents of the last box
-    count. A completion without a box, or with a last box that is not closed, gets 0.0."""
-    found = last_boxed(completion)
-    reference = last_boxed(answer)
-    return float(found is not None and normalise(found) == normalise(answer if reference is None else reference))
+    compared in the spelling that `normalise` makes, or as they are if it leaves nothing, as of the answer "square". Of
+    a reference with a \\boxed{…} only the contents of the last box count. A completion without a box, or with a last
+    box that is not closed, gets 0.0."""
+    found, reference = last_boxed(completion), last_boxed(answer)
+    given = found or "", answer if reference is None else reference
+    one, other = (normalise(text) or text.strip() for text in given)
+    return float(found is not None and one == other)
 
 
 def gsm8k(completion: str, answer: str) -> float:

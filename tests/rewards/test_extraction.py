@@ -84,6 +84,12 @@ def test_boxed_reads_the_last_balanced_box():
     assert boxed("7", "7") == boxed("\\boxed{8}", "7") == 0
 
 
+@pytest.mark.parametrize("found", ["", "feet", "units", "\\ "])
+def test_a_box_is_not_right_because_nothing_is_left_of_it_and_of_the_reference(found):
+    assert normalise("square") == normalise(found) == ""
+    assert boxed(f"\\boxed{{{found}}}", "square") == 0 and boxed("\\boxed{ square }", "square") == 1
+
+
 @pytest.mark.parametrize(
     ("completion", "correct"),
     [
