@@ -13,7 +13,7 @@ import collections
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from decimal import Decimal
+from decimal import Context, Decimal
 
 from rpg_jax.rewards import expression
 
@@ -206,7 +206,7 @@ def _box(completion: str) -> str | None:
 
 def _decimal(completion: str) -> str | None:
     found = _marked_number(completion)
-    return None if found is None else f"{found.normalize():f}"
+    return None if found is None else f"{found.normalize(Context(prec=TAIL_CHARACTERS)):f}"
 
 
 _OF_VERIFIER: dict[str, Callable[[str], str | None]] = {

@@ -60,6 +60,7 @@ def test_the_answer_of_a_completion(completion, answer):
         ("boxed", "Answer: 4", None),
         ("gsm8k", "#### 1,000.00", "1000"),
         ("gsm8k", "about 7", None),
+        ("gsm8k", "#### 1" + "0" * 40 + "1.0", "1" + "0" * 40 + "1"),
         ("exact", "6+0=6#46", "46"),
         ("countdown", "<answer> (1 + 2)*3 </answer>", "(1+2)*3"),
         ("countdown", "<answer>import os</answer>", None),
