@@ -6,7 +6,7 @@ import numpy as np
 
 # Beyond any model: a damaged config.json is refused before a million layers are laid out.
 LARGEST = {"vocab_size": 2**24, "num_layers": 1000, "embed_dim": 2**20, "num_heads": 2**14, "num_kv_heads": 2**14}
-LARGEST |= {"head_dim": 2**14, "hidden_dim": 2**24}
+LARGEST |= {"head_dim": 2**14, "hidden_dim": 2**24, "max_position_embeddings": 2**31 - 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ class DecoderConfig:
     and Qwen3-MoE also has `experts`. Llama and SmolLM2 have neither biases nor norms there.
 
     Raises ValueError if a size is no whole number from 1 to its limit in `LARGEST`, or breaks a rule below; or if
-    `rms_norm_eps` or `rope.theta` is not above 0 and finite.
+    `rms_norm_eps`, `rope.theta` or a number of `rope.scaling` is not above 0 and finite.
 
     Attributes:
       embed_dim: width of the hidden states between layers.
@@ -119,12 +119,14 @@ class DecoderConfig:
 
     def __post_init__(self):
         for name, largest in LARGEST.items():
-            value, least = getattr(self, name), 0 if name == "hidden_dim" else 1
+            value, least = (vars(self) | vars(self.rope))[name], 0 if name == "hidden_dim" else 1
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= largest:
                 raise ValueError(f"{name} must be a whole number in [{least}, {largest}], got {value!r}")
-        for name, number in (("rms_norm_eps", self.rms_norm_eps), ("rope theta", self.rope.theta)):
-            if not 0 < number < float("inf"):
-                raise ValueError(f"{name} must be above 0 and finite, got {number!r}")
+        extension = dataclasses.asdict(self.rope)["scaling"] or {}
+        for name, number in {"rms_norm_eps": self.rms_norm_eps, "rope theta": self.rope.theta, **extension}.items():
+            unset = name == "attention_factor" and number is None
+            if not unset and not (isinstance(number, int | float) and 0 < number < float("inf")):
+                raise ValueError(f"{name} must be a number above 0 and finite, got {number!r}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:

@@ -37,10 +37,27 @@ def test_a_number_that_is_none_of_a_model_is_refused_with_its_file(tmp_path, nam
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["rope_theta", "rms_norm_eps"])
+@pytest.mark.parametrize("name", ["rope_theta", "rms_norm_eps", "max_position_embeddings"])
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "x", None])
 def test_a_constant_that_makes_no_sense_is_refused(tmp_path, name, value):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {name: value}), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"config\.json: "):
+        read_config(tmp_path)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "x"])
+@pytest.mark.parametrize(
+    ("scaling", "name"),
+    [(YARN, name) for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")]
+    + [(YARN, "attention_factor"), (LLAMA3, "factor"), (LLAMA3, "original_max_position_embeddings")],
+)
+def test_a_number_of_a_context_extension_that_makes_no_sense_is_refused(tmp_path, scaling, name, value):
+    fields = CONFIG | {"rope_scaling": scaling | {name: value}}
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     with pytest.raises(ValueError, match=r"config\.json: "):
         read_config(tmp_path)
 
