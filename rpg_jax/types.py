@@ -25,7 +25,7 @@ class Sampling:
     """How completions are drawn. A number out of its range raises ValueError.
 
     Attributes:
-      temperature: finite, >= 0; logits are divided by the temperature. 0 takes the most probable token.
+      temperature: >= 0, finite in float32; logits are divided by the temperature. 0 takes the most probable token.
       top_p: in (0, 1]; tokens are drawn from the fewest most probable tokens that together have at least this share of
         the probability that `top_k` leaves. 1 is no limit.
       top_k: >= 0; tokens are drawn from the `top_k` most probable tokens and their equals. 0 is no limit.
@@ -42,8 +42,8 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self):
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be >= 0 and finite (0 is greedy), got {self.temperature}")
+        if not 0 <= self.temperature <= 3e38:
+            raise ValueError(f"temperature must be >= 0 and finite in float32 (0 is greedy), got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1] (1 switches it off), got {self.top_p}")
         if not 0 <= self.min_p <= 1:

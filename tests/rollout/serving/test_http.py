@@ -269,6 +269,7 @@ def test_conversations_that_cannot_be_served_are_400_with_the_reason(server, bod
         ({"prompt": "1", "max_tokens": 1.5}, "whole number"),
         ({"prompt": "1", "temperature": "hot"}, "finite number"),
         ({"prompt": "1", "temperature": 10**400}, "finite number"),
+        ({"prompt": "1", "temperature": 1e39}, "finite in float32"),
         ({"prompt": "1", "top_p": True}, "finite number"),
         ({"prompt": "1", "top_p": 2}, "top_p"),
         ({"prompt": "1", "n": 257}, "n must be"),
