@@ -50,7 +50,7 @@ def main() -> None:
                 try:
                     plots.draw_curves(run)
                     summary.write_summary(run)
-                except OSError as error:
+                except (ValueError, OSError) as error:
                     print(f"not written beside the run: {cli.in_words(error)}", file=sys.stderr)
                 print(folder.shown(summary.closing_message(run)))
             if not folders:

@@ -152,6 +152,13 @@ def test_a_folder_that_cannot_be_written_is_reported_elsewhere(leave_run, tmp_pa
     assert (tmp_path / "page.html").stat().st_size > 1000 and not (run / "summary.md").exists()
 
 
+def test_a_folder_in_the_place_of_curves_is_named_and_the_page_is_made(leave_run, tmp_path, monkeypatch, capsys):
+    run = leave_run(tmp_path / "run")
+    (run / "curves.png").mkdir()
+    said, made = shown([run], monkeypatch, capsys)
+    assert made and f"not written beside the run: {run / 'curves.png'} is no file, and is not replaced" in said
+
+
 def test_a_page_replaces_a_page_and_no_other_file(leave_run, tmp_path, monkeypatch, capsys):
     run, out = leave_run(tmp_path / "run"), tmp_path / "notes.md"
     out.write_text("mine", encoding="utf-8")
