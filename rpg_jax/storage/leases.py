@@ -156,7 +156,7 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
         content, version = self._cell.read()
         try:
             return (Owner(**json.loads(content)) if content is not None else None), version
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return None, version  # not a lease of this version of the program: nobody holds it
 
     def _swap(self, version: Any) -> bool:
@@ -175,7 +175,7 @@ class _File:
         self._path = path
 
     def read(self) -> tuple[bytes | None, Any]:
-        content = self._path.read_bytes() if self._path.exists() else None
+        content = self._path.read_bytes() if self._path.is_file() else None
         return content, content
 
     def swap(self, content: bytes | None, version: Any) -> Any:

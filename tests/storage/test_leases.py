@@ -173,12 +173,22 @@ def test_an_owner_that_was_replaced_is_told(home):
     assert json.loads(cell(home).read()[0])["token"] == "theirs", "the end of the first leaves the lease to the second"
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff", b'{"host": "x"}'])
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff", b'{"host": "x"}', b"[" * 10**5])
 def test_a_file_that_is_no_lease_holds_nobody_back(tmp_path, content):
     home = epath.Path(tmp_path / "r")
     cell(home).swap(content, None)
     with Lease(home, never, **QUICK):
         assert b"token" in cell(home).read()[0]
+
+
+def test_a_pipe_in_the_place_of_a_lease_is_named_and_not_waited_for(tmp_path):
+    (tmp_path / ".owners").mkdir()
+    os.mkfifo(tmp_path / ".owners" / "r.json")
+    with (
+        pytest.raises(ValueError, match=r"r\.json is no file, and is not replaced"),
+        Lease(epath.Path(tmp_path / "r"), never),
+    ):
+        pass
 
 
 def test_a_beat_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch, capsys):
