@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -191,7 +192,7 @@ def complete(
     size = 0
     for chunk in chunks:
         own = [record for record in map(_parsed, lines[: len(chunk.keys)]) if record is not None]
-        if [(r["set"], r["prompt_id"], r["index"]) for r in own] == chunk.keys:
+        if [(r.get("set"), r.get("prompt_id"), r.get("index")) for r in own] == chunk.keys:
             size += sum(map(len, lines[: len(own)]))
             lines = lines[len(own) :]
         else:
@@ -236,13 +237,11 @@ def records(name: str, groups: Sequence[Group], scorer: Scorer) -> list[Record]:
 
 
 def _parsed(line: bytes) -> Record | None:
-    """The record of a line; None if the line is no JSON, or has no line feed because a kill cut it short."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
+    """The record of a line; None if the line is no object of JSON, or a kill cut it short, before its line feed."""
+    with contextlib.suppress(ValueError, RecursionError):
+        if line.endswith(b"\n") and isinstance(record := json.loads(line), dict):
+            return record
+    return None
 
 
 _COMPLETIONS_PER_SLOT = 4  # in one call: enough that the slots rarely idle at its end

@@ -68,6 +68,15 @@ def test_every_completion_is_kept_with_its_verdict(tmp_path):
     assert {r["verdict"] for r in records if r["index"] == 0} == {"right"}
 
 
+@pytest.mark.parametrize("line", [b"5\n", b"{}\n", b"[" * 10**5 + b"\n"])
+def test_a_line_that_no_evaluation_has_written_is_replaced(tmp_path, line):
+    run(file := tmp_path / "c.jsonl")
+    whole = file.read_bytes()
+    file.write_bytes(line + whole.partition(b"\n")[2])
+    run(file)
+    assert file.read_bytes() == whole
+
+
 @pytest.mark.parametrize("cut", [0, 1, 200, 1500, -1])
 def test_a_file_cut_anywhere_is_completed_to_the_same_bytes(tmp_path, cut):
     file = tmp_path / "c.jsonl"
