@@ -243,7 +243,7 @@ def ends_again(home: epath.Path, error: Exception, *, stepped: bool) -> str:
     own = f"{jax.process_index()}-" if jax.process_index() else ""  # each counts its own starts
     file, times, before = home / f"{own}{FAILURES}", 1, None
     now = [max(checkpoints.committed_steps(home / "checkpoints"), default=0), errors.one_line(error)]
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):  # it may be damaged
         *before, times = json.loads(file.read_text())
     times = times + 1 if before == now else 1
     file.write_text(json.dumps([*now, times]))

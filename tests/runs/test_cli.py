@@ -291,8 +291,9 @@ def test_the_third_start_that_ends_with_one_error_after_one_checkpoint_is_the_la
     (checkpoint := tmp_path / "checkpoints" / "4").mkdir(parents=True)
     (checkpoint / "commit_success.txt").touch()
     assert not end(BUG) and json.loads((tmp_path / cli.FAILURES).read_text(encoding="utf-8"))[0] == 4
-    (tmp_path / cli.FAILURES).write_text("{half", encoding="utf-8")
-    assert not end(BUG) and not end(BUG) and end(BUG)
+    for damaged in ("{half", "5", "[" * 10**5):
+        (tmp_path / cli.FAILURES).write_text(damaged, encoding="utf-8")
+        assert not end(BUG) and not end(BUG) and end(BUG)
 
 
 def test_processes_of_one_run_count_their_own_starts(tmp_path, monkeypatch):
