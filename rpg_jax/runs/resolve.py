@@ -343,14 +343,15 @@ def check_trusted(config: ConfigDict, run: object, *, trust: bool, given: str = 
 
 def environment_options(config: ConfigDict) -> dict[str, Any]:
     """The keyword arguments of the environment. Raises ValueError if `environment.options` is no JSON object."""
-    return _json_object("environment.options", config.environment.options, '{"high": 50}')
+    return json_object("environment.options", config.environment.options, '{"high": 50}')
 
 
-def _json_object(field: str, text: str, example: str) -> dict[str, Any]:
+def json_object(field: str, text: str, example: str) -> dict[str, Any]:
+    """The object in the JSON `text` of a config field. ValueError for other text, whose fix is the `example`."""
     try:
         value = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{field}={text!r} is not JSON ({error}): write it as {example}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{field}={text!r:.100} is not JSON ({error}): write it as {example}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{field}={text!r} must be an object of JSON, as {example}")
     return value
@@ -359,7 +360,7 @@ def _json_object(field: str, text: str, example: str) -> dict[str, Any]:
 def _loss_object(config: ConfigDict) -> dict[str, Any]:
     """The hyperparameters in `loss.arguments`. Raises ValueError if they are no JSON object, or if one has a config
     field, which checks read. A loss of the user's own may have a hyperparameter by the name of a field that is None."""
-    given = _json_object("loss.arguments", config.loss.arguments or "{}", '{"tau": 0.5}')
+    given = json_object("loss.arguments", config.loss.arguments or "{}", '{"tau": 0.5}')
     own = ":" in (config.loss.name or "")
     if known := [name for name in given if name in config.loss and not (own and config.loss[name] is None)]:
         raise ValueError(f"loss.arguments sets {known[0]}, which has a field: set loss.{known[0]} alone")

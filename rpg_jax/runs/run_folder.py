@@ -26,7 +26,7 @@ from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import AROUND, START_FROM, Run, flat
 from rpg_jax.runs import cli, config_files, run_names
 from rpg_jax.runs.config_files import Unset
-from rpg_jax.runs.resolve import check_training
+from rpg_jax.runs.resolve import check_training, json_object
 from rpg_jax.storage.checkpoints import committed_steps
 from rpg_jax.storage.files import finite, read_if_there, read_object, to_json
 from rpg_jax.storage.leases import Lease
@@ -277,7 +277,7 @@ def renewed(fields: Mapping[str, Any]) -> dict[str, Any]:
         if row.value is not None and found.get(row.name) == row.value:
             found[row.name] = row.successor
         if row.into is not None and (value := found.pop(row.name, None)) is not None:
-            known = json.loads(found.get(row.into) or "{}")
+            known = json_object(row.into, found.get(row.into) or "{}", "{}")
             found[row.into] = json.dumps(known | {row.name.rpartition(".")[2]: value}, sort_keys=True)
     return found
 
@@ -349,9 +349,11 @@ def versions_with_history(file: Path, made_with: Mapping[str, Any]) -> tuple[dic
     if not file.exists():
         return now, ""
     before = read_object(file)
-    earlier = before.pop("earlier", [])
+    earlier, installed = before.pop("earlier", []), before.get("installed", {})
+    if not isinstance(earlier, list) or not isinstance(installed, dict):
+        raise ValueError(f"{file} is damaged: `earlier` is no list, or `installed` no object. Copy it again")
     told = _version_differences(before, now)
-    if before.get("installed") == there:
+    if installed == there:
         before.pop("installed", None)
     return {**now, "earlier": [*earlier, before]}, told
 
@@ -359,9 +361,8 @@ def versions_with_history(file: Path, made_with: Mapping[str, Any]) -> tuple[dic
 def _version_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The differences between two starts of a run, in words: commit, Python, devices, packages; "" for none."""
     named = {name: (before.get(name), now.get(name)) for name in ("commit", "python", "devices")}
-    if old := before.get("installed"):  # versions of earlier programs have no such list
-        new = now["installed"]
-        named |= {name: (old.get(name), new.get(name)) for name in sorted({*old, *new})}
+    old, new = before.get("installed"), now["installed"]  # versions of earlier programs have no such list
+    named |= {name: (old.get(name), new.get(name)) for name in sorted({*old, *new})} if old else {}
     return ", ".join(f"{name} {was or 'none'} -> {has or 'none'}" for name, (was, has) in named.items() if was != has)
 
 

@@ -148,7 +148,7 @@ def read_object(file: Path) -> dict[str, Any]:
     """Returns the object in a JSON file of at most 64 MiB, as a dict. Raises ValueError, which names the file, if the
     file is larger or holds anything else; OSError if there is no file."""
     try:
-        value = json.loads(read_bytes(file))
+        finite(value := json.loads(read_bytes(file)))  # whoever walks it goes as deep
     except (ValueError, RecursionError) as error:
         reason = "its JSON is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
         raise ValueError(f"{file} is damaged: {reason}. Copy it again from where it came") from error

@@ -367,6 +367,25 @@ def started(tmp_path, made_with):
     return content, told
 
 
+@pytest.mark.parametrize("damaged", [{"earlier": 5}, {"earlier": None}, {"installed": "jax"}, {"installed": [1]}])
+def test_versions_that_no_start_has_written_are_named(tmp_path, damaged):
+    (tmp_path / "versions.json").write_text(json.dumps(damaged), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"versions\.json is damaged: "):
+        run_folder.versions_with_history(tmp_path / "versions.json", {"commit": "a"})
+
+
+def test_a_config_that_is_nested_too_deeply_to_be_compared_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"x": ' * 700 + "1" + "}" * 700, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"config\.json is damaged: its JSON is nested too deeply"):
+        run_folder.differing(run_folder.read_if_there(tmp_path / "config.json"), {})
+
+
+@pytest.mark.parametrize("arguments", ["5", "null", "{", "[" * 10**5])
+def test_a_retired_field_does_not_move_into_what_is_no_object(arguments):
+    with pytest.raises(ValueError, match=r"^loss\.arguments='"):
+        run_folder.renewed({"loss.weight_cap": 2.0, "loss.arguments": arguments})
+
+
 def test_every_start_is_kept_and_what_changed_is_named(tmp_path, monkeypatch):
     there = {"jax": "0.10.2", "libtpu": "0.0.30"}
     monkeypatch.setattr(run_folder, "installed_packages", lambda: dict(there))
