@@ -137,12 +137,11 @@ def check_call(function: Callable[..., Any], path: str, arguments: Sequence[str]
         return len(arguments)
     given = signature.parameters.values()
     options = {p.name: None for p in given if p.kind is p.KEYWORD_ONLY}
-    if tuple(arguments) == REWARD and not any(p.kind is p.VAR_POSITIONAL for p in given):
+    is_reward, asked = tuple(arguments) == REWARD, arguments
+    if is_reward and not any(p.kind is p.VAR_POSITIONAL for p in given):
         third = [p for p in given if p.kind is not p.KEYWORD_ONLY and p.kind is not p.VAR_KEYWORD][2:3]
         needs_prompt = third and (third[0].default is inspect.Parameter.empty or third[0].name == REWARD[2])
         asked = arguments if needs_prompt else arguments[:2]
-    else:
-        asked = arguments
     try:
         for own, gets in zip(signature.bind(*asked, **options).arguments, asked, strict=False):
             if own != gets and own.removesuffix("s") in ("completion", "prompt"):
@@ -150,7 +149,5 @@ def check_call(function: Callable[..., Any], path: str, arguments: Sequence[str]
         return len(asked)
     except TypeError as error:
         name = path.partition(":")[2]
-        called = f"{name}({', '.join(arguments)})" + f" or {name}({', '.join(REWARD[:2])})" * (
-            tuple(arguments) == REWARD
-        )
+        called = f"{name}({', '.join(arguments)})" + f" or {name}({', '.join(REWARD[:2])})" * is_reward
         raise ValueError(f"{path} is called as {called}, with strings, and is {name}{signature}: {error}") from error

@@ -316,13 +316,15 @@ def _check_environment(config: ConfigDict) -> None:
 
 def own_code(config: ConfigDict) -> dict[str, str]:
     """{"module:name": field} of the functions and classes outside this package that the fields of a config name. The
-    options of the environment "tools" name tools and a verifier. Nothing is imported."""
+    options of the environment "tools" name tools and a verifier; other options raise ValueError. Imports nothing."""
     named = {"task.name": [config.task.name], "rewards.parts": [*reward_arguments(config)[0]]}
     named |= {f"loss.{name}": [config.loss[name] or ""] for name in ("name", "advantage")}
     named["environment.name"] = [config.environment.name or ""]
     if config.environment.name == "tools":
         options = environment_options(config)
-        named["environment.options"] = [*map(str, options.get("tools", ())), str(options.get("verifier"))]
+        if not isinstance(tools := options.get("tools", {}), dict):
+            raise ValueError(f'environment.options: tools={tools!r:.60} must be an object, as {{"calculator": {{}}}}')
+        named["environment.options"] = [*tools, str(options.get("verifier"))]
     return {name: field for field, names in named.items() for name in names if ":" in name}
 
 

@@ -60,6 +60,13 @@ def test_code_and_judges_of_a_runs_config_wait_for_trust(strange, capsys, field)
     assert not Path("imported").exists()
 
 
+@pytest.mark.parametrize("tools", ["5", '["planted:tool"]', '"planted:tool"'])
+def test_tools_in_another_form_are_named_and_not_imported(strange, capsys, tools):
+    folder = strange(**{"environment.name": "tools", "environment.options": f'{{"tools": {tools}}}'})
+    assert evaluate.main([f"--run={folder}", "--k=1", "--trust"]) == 2
+    assert "environment.options: tools=" in capsys.readouterr().err and not Path("imported").exists()
+
+
 @pytest.mark.parametrize("field", CODE)
 def test_a_policy_is_read_without_the_code_that_its_config_names(strange, tmp_path, field):
     folder = strange(**CODE[field])
