@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike, fspath
@@ -188,7 +189,13 @@ def _own(config: ConfigDict) -> Task:
         shown = task.examples(problems, turns=config.environment.max_turns) if hasattr(task, "examples") else ()
         return list(zip(problems, shown, strict=bool(shown)))
 
-    return Task(task.problems("train", config.task.generated), sets, task.texts(), notes, examples)
+    train = list(task.problems("train", config.task.generated))
+    for problem in itertools.chain(train, *sets.values()):
+        texts = (problem.prompt, problem.answer) if isinstance(problem, data.Problem) else (None,)
+        if not all(isinstance(text, str) for text in texts):
+            name = config.task.name
+            raise ValueError(f"task.name={name}: {problem!r:.80} is no Problem whose prompt and answer are texts")
+    return Task(train, sets, task.texts(), notes, examples)
 
 
 GENERATED: Mapping[str, Callable[[ConfigDict], Task]] = {"arithmetic": _arithmetic, "chains": _chains}
@@ -343,8 +350,8 @@ def _json_line(number: int, row: Any) -> str:
         raise ValueError(f"row {number}: expected a dict, got {type(row).__name__}")
     for name, value in row.items():
         try:
-            json.dumps({name: value}, default=_plain)
-        except (TypeError, ValueError) as error:
+            json.dumps({name: value}, ensure_ascii=False, default=_plain).encode()
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"row {number}, {name!r}: {error}; leave this column out") from error
     return json.dumps(dict(row), ensure_ascii=False, default=_plain)
 

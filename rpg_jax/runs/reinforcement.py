@@ -296,14 +296,8 @@ def _make_collector(
     if dynamic.enabled:
         rule = DynamicSampling(dynamic.oversample, dynamic.max_batches, dynamic.surplus)
 
-    collected = functools.partial(
-        collect,
-        stream.take,
-        generator,
-        prompts_per_step=c.rollout.prompts_per_step,
-        dynamic=rule,
-        max_failures=c.rewards.max_failures,
-    )
+    drawn = {"prompts_per_step": c.rollout.prompts_per_step, "dynamic": rule, "max_failures": c.rewards.max_failures}
+    collected = functools.partial(collect, stream.take, generator, **drawn)
     parts = collected, generator.take_errors, own, stream
     if c.rollout.max_staleness:
         return AheadCollector(*parts, max_staleness=c.rollout.max_staleness, steps=c.train.steps)

@@ -1,5 +1,6 @@
 """From the task fields of a config to problems: what is trained on, what is held out, and what is said about either."""
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -200,6 +201,14 @@ class Silent:
 class Knows(Doubles):
     def problems(self, name, count=None):
         return {"train": []}[name]
+
+class Numbers(Doubles):
+    def problems(self, name, count=None):
+        return [1, 2]
+
+class Answers(Doubles):
+    def problems(self, name, count=None):
+        return [Problem(0, "p", 1, "s")]
 """
 
 
@@ -218,6 +227,8 @@ def test_a_class_of_ones_own_makes_the_problems_and_the_demonstrations(tmp_path,
         ("own_task:Silent", r"it has no problems\(\)"),
         ("arithmatic", "known: arithmetic, chains, files, module:Class"),
         ("own_task:Knows", "task.name=own_task:Knows raises KeyError: 'held out'"),
+        ("own_task:Numbers", "own_task:Numbers: 1 is no Problem whose prompt and answer are texts"),
+        ("own_task:Answers", r"own_task:Answers: Problem\(.* is no Problem whose prompt and answer are texts"),
         ("own_tusk:Doubles", "cannot import 'own_tusk' for the task .*PYTHONPATH"),
     ):
         config.task.name = name
@@ -255,6 +266,10 @@ def test_what_no_row_can_be_is_named(tmp_path):
         listed_rows(3, "data")
     with pytest.raises(ValueError, match="row 1, 'image': a value of the type bytes is no JSON; leave this column out"):
         write_rows([HANDED[0], {**HANDED[1], "image": b""}], str(tmp_path))
+    deep = functools.reduce(lambda inner, _: [inner], range(5000), 1)
+    for value, reason in ((deep, "maximum recursion depth"), ("\ud800", "surrogates not allowed")):
+        with pytest.raises(ValueError, match=f"row 0, 'column': .*{reason}.*; leave this column out"):
+            write_rows([{**HANDED[0], "column": value}], str(tmp_path))
     with pytest.raises(ValueError, match="row 0: expected a dict, got str"):
         write_rows(["1+1"], str(tmp_path))
     with pytest.raises(ValueError, match="data has one row, and one at least is held out"):
