@@ -1,8 +1,10 @@
 """Chat templates as model repositories ship them: programs of strangers, run in a sandbox that bounds time and size."""
 
+import functools
 import json
+import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -14,9 +16,12 @@ from jinja2.visitor import NodeTransformer
 
 SEEN = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
 """The keys of a message that a template sees."""
-STEPS = 100_000  # turns of loops and calls of a rendering: a conversation takes hundreds
+STEPS = 100_000  # turns of loops, calls and filters, and a step for each 1,000 characters that they make
 CHARACTERS = 10_000_000  # the longest text
 _BITS = 4096  # the largest whole number
+_WIDE = ("center", "ljust", "rjust", "zfill", "expandtabs", "indent", "tojson", "slice", "batch", "round", "to_bytes")
+_WIDEST = 1000  # an option of these
+_WIDE_FIELD = re.compile(r"\d{4}|\*")  # of %: four digits, or a width that is an argument
 
 
 class ChatTemplate:
@@ -37,7 +42,6 @@ class ChatTemplate:
             template = named["default"]
         # A template comes with downloaded weights: the immutable sandbox keeps it from reaching Python's internals.
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         environment.globals["raise_exception"] = _raise
         try:
             self._environment, self._template = environment, environment.from_string(template)
@@ -58,7 +62,7 @@ class ChatTemplate:
           add_generation_prompt: end the text with the beginning of the assistant's next turn.
 
         Raises ValueError if the template rejects the messages or fails, tries what the sandbox forbids, takes more than
-        100,000 loop turns and calls, or makes a text of more than 10,000,000 characters.
+        100,000 steps (`STEPS`), or makes a text of more than 10,000,000 characters.
         """
         seen = [{key: value for key, value in message.items() if key in SEEN} for message in messages]
         tools = (messages[0].get("tools") if messages else None) or None
@@ -78,26 +82,43 @@ def _raise(message: str) -> None:
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Jinja's immutable sandbox, which hides Python's internals from a template. Each rendering has a step budget."""
 
-    intercepted_binops = frozenset(("+", "*", "**"))
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self, **options: Any):
         super().__init__(**options)
         self._left = threading.local()
-        self.filters |= {"_counted": _counted, "_joined": _joined}
+        self.concat = functools.partial(self._made, "a block", _within_limit)  # type: ignore[method-assign]
+        self.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+        self.filters["_joined"] = _within_limit
+        for name, given in self.filters.items():  # the update keeps the mark of a filter that gets the context
+            self.filters[name] = functools.update_wrapper(functools.partial(self._made, name, given), given)
+        self.filters["_counted"] = _counted
+        del self.globals["lipsum"]  # makes texts of any length
 
     def begin(self) -> None:
         """Gives the present thread a new budget of `STEPS` steps."""
         self._left.steps = STEPS
 
-    def spend(self) -> None:
-        """Takes a step from the budget. Raises TemplateError if no step is left."""
-        self._left.steps -= 1
+    def spend(self, steps: int = 1) -> None:
+        """Takes steps from the budget. Raises TemplateError if none is left."""
+        self._left.steps -= steps
         if self._left.steps < 0:
             raise jinja2.TemplateError(f"it takes more than {STEPS} steps")
 
     def call(__self, __context: Context, __obj: Any, *arguments: Any, **keywords: Any) -> Any:
-        __self.spend()
-        return super().call(__context, __obj, *arguments, **keywords)
+        called = functools.partial(super().call, __context)
+        return __self._made(getattr(__obj, "__name__", ""), called, __obj, *arguments, **keywords)
+
+    def _made(self, name: str, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
+        """Calls a function, whose options are all arguments but the first. Raises TemplateError if one is too wide, the
+        result is too large, or no step is left. Jinja's compiler has no steps, so it computes no text by itself."""
+        wide = any(isinstance(option, int) and option > _WIDEST for option in (*arguments[1:], *keywords.values()))
+        made = None if wide and name in _WIDE else function(*arguments, **keywords)
+        size = len(made) if isinstance(made, str | bytes | list) else 0
+        if size > CHARACTERS or (wide and name in _WIDE):
+            raise jinja2.TemplateError(f"the result of {name} is too large")
+        self.spend(1 + size // 1000)
+        return made
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Computes a sum, product or power. Raises TemplateError, without computing, if the result may be too large."""
@@ -140,13 +161,10 @@ def _counted(context: Context, items: Iterable[Any]) -> Iterator[Any]:
         yield item
 
 
-@jinja2.pass_context
-def _joined(context: Context, items: Iterable[Any]) -> str:
-    return _within_limit(items)
-
-
 def _size(operator: str, left: Any, right: Any) -> float:
     """Estimates the length of a result. For whole numbers: infinity if it may have more than `_BITS` bits, else 0."""
+    if operator == "%":
+        return float("inf") if isinstance(left, str | bytes) and _WIDE_FIELD.search(str(left)) else 0
     numbers = [x for x in (left, right) if isinstance(x, int)]
     if len(numbers) == 2:
         bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()

@@ -216,23 +216,13 @@ def records(name: str, groups: Sequence[Group], scorer: Scorer) -> list[Record]:
     for group, answers in zip(groups, given, strict=True):
         right = [bool(a > 0.5) for a in group.accuracy]
         failures = group.failures or [None] * len(right)
-        found += [
-            {
-                "set": name,
-                "prompt_id": group.problem.prompt_id,
-                "index": i,
-                **({"system": group.problem.system} if group.problem.system else {}),
-                "prompt": group.problem.prompt,
-                "reference": group.problem.answer,
-                "completion": group.texts[i],
-                "answer": answers[i],
-                "verdict": "right" if right[i] else failures[i] or "wrong",
-                "reward": float(group.rewards[i]),
-                **completion_entries(completion),
-                "digest": completion.digest,
-            }
-            for i, completion in enumerate(group.completions)
-        ]
+        for i, completion in enumerate(group.completions):
+            record: Record = {"set": name, "prompt_id": group.problem.prompt_id, "index": i}
+            record |= {"system": group.problem.system} if group.problem.system else {}
+            record |= {"prompt": group.problem.prompt, "reference": group.problem.answer}
+            record |= {"completion": group.texts[i], "answer": answers[i]}
+            record |= {"verdict": "right" if right[i] else failures[i] or "wrong", "reward": float(group.rewards[i])}
+            found.append(record | completion_entries(completion) | {"digest": completion.digest})
     return found
 
 

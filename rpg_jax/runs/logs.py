@@ -88,18 +88,10 @@ class RunLog:
             for text, completion, reward, accuracy, failure in zip(
                 group.texts, group.completions, group.rewards, group.accuracy, failed, strict=True
             ):
-                self._samples.append(
-                    {
-                        "step": step,
-                        "prompt": group.problem.prompt,
-                        "completion": text,
-                        "answer": group.problem.answer,
-                        "reward": reward,
-                        "accuracy": accuracy,
-                        **({"failed": failure} if failure else {}),
-                        **completion_entries(completion),
-                    }
-                )
+                record = {"step": step, "prompt": group.problem.prompt, "completion": text}
+                record |= {"answer": group.problem.answer, "reward": reward, "accuracy": accuracy}
+                record |= {"failed": failure} if failure else {}
+                self._samples.append(record | completion_entries(completion))
 
     def append(self, step: Step) -> None:
         """Writes the metrics of a step, and gives the finite ones to the trackers; on the first process."""

@@ -64,6 +64,15 @@ ENDLESS = {
     "doubling by +": "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
     "doubling lists": "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
     "a long output": "{% for a in range(99999) %}{{ 'x' * 999 }}{% endfor %}",
+    "many slices": "{{ [1] | slice(10 ** 9) | list }}",
+    "an indent": "{{ [[1]] | tojson(indent=10 ** 8) }}",
+    "words": "{{ lipsum(n=9, max=10 ** 9) }}",
+    "doubling by a filter": "{% set n = namespace(x='a') %}{% for i in range(99) %}"
+    "{% set n.x = n.x | replace('a', 'aa') %}{% endfor %}",
+    "doubling by a macro": "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}{% set n = namespace(x='a') %}"
+    "{% for i in range(99) %}{% set n.x = f(n.x) %}{% endfor %}",
+    "doubling by a block": "{% set n = namespace(x='a') %}{% for i in range(99) %}"
+    "{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}",
     "constants": "{% for a in [1] * 999999 %}{% for b in 'x' * 999999 %}{% endfor %}{% endfor %}",
 }
 
