@@ -194,7 +194,7 @@ def steps(platform: str, quick: bool, runs: Path) -> Iterator[Step]:
         command = (*bench, "rollout", f"--preset={preset}", *repeats)
         yield Step(f"rollout of {preset}", "at least half of lockstep's tokens/s", command, _rollout, cannot)
     tiny, few = "--config=configs/tiny.py", ("--config.train.steps=10",) * quick
-    accuracy, least = ("does not fall", None) if quick else ("0.44 → 0.94 ± 0.03", 0.91)
+    accuracy, least = ("does not fall", None) if quick else ("0.37 to 0.54 → 0.90 to 0.98", 0.85)
     yield trained("tiny", f"accuracy {accuracy}, sampler_gap at most 1e-5", tiny, *few, gap=1e-5, least=least)
     half, gap = ("--config.model.compute_dtype=bfloat16", "--config.train.steps=5"), "sampler_gap at most 0.04"
     yield trained("tiny in bfloat16", f"{gap}; on CPUs 0.004 to 0.006", tiny, *half, gap=0.04)
