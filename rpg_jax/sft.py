@@ -1,8 +1,7 @@
 """Trains a policy on demonstrations alone (supervised fine-tuning), from random weights or from model.path.
 
-  python -m rpg_jax.sft --config=configs/tiny.py --config.task.name=files --config.task.train=mine.jsonl \
-      --config.task.held_out_sets=mine=held_out.jsonl --config.warm_start.epochs=3 --out=sft
-  python -m rpg_jax.train --config=configs/tiny.py --config.model.path=sft ...
+  python -m rpg_jax.sft --config=mine.py --config.warm_start.epochs=3 --out=sft
+  python -m rpg_jax.train --config=mine.py --config.model.path=sft
 
 It learns the rows that have a `demonstration`, a `completion` or `messages`, as the fields of warm_start say. It
 measures the loss on such rows of the held-out sets, and the accuracy on rows with answers. The same command continues

@@ -182,8 +182,7 @@ class Guard:
       remedy: the advice in the message about updates that are not finite.
       max_nonfinite_updates: the number of skipped updates in a row that stops the run.
       limit: `rollout.max_tokens`. Step 1 warns if the limit has cut off most completions; None never warns.
-      needs_rewards: whether the run learns from rewards alone. Step 1 then warns if each prompt's rewards are equal. A
-        run with a teacher also learns from equal rewards.
+      needs_rewards: whether the run learns from rewards alone: with a teacher it also learns from equal rewards.
     """
 
     max_sampler_gap: float
@@ -206,11 +205,11 @@ class Guard:
                 f"makes less than {usual:g}; the run stops above rollout.max_sampler_gap={self.max_sampler_gap:g}"
             )
         if self.limit is not None and step == 1 and (share := values.get("truncated", 0.0)) > 0.5:
-            yield (
-                f"warning: step 1: {share:.0%} of the completions were cut off at rollout.max_tokens={self.limit}, so "
-                f"unfinished texts are rewarded. Set rollout.max_tokens={4 * self.limit}, ask for short answers in the "
-                "prompt, or leave such completions out by rewards.overlong_masking=True"
-            )
+            ended = f"completions were cut off at rollout.max_tokens={self.limit}, so unfinished texts are rewarded. "
+            ended += f"Set rollout.max_tokens={4 * self.limit}, ask for short answers in the prompt"
+            if "turns" in values:
+                ended = "conversations met the limit that finish_reason names (turns: environment.max_turns). Raise it"
+            yield f"warning: step 1: {share:.0%} of the {ended}, or leave such out by rewards.overlong_masking=True"
         if self.needs_rewards and step == 1 and values.get("equal_rewards", 0.0) == 1:
             yield (
                 f"warning: step 1: the completions of each prompt have equal rewards (mean {values['reward']:.3g}). "
