@@ -274,7 +274,9 @@ class Session:
 
 
 def _in_words(values: Mapping[str, float]) -> str:
-    named = {"held_out_nll": "held-out nats per token", "eval/accuracy": "held-out accuracy"}
+    sets = sum(key.endswith("/mean_at_k") for key in values)
+    accuracy = f"held-out accuracy, mean of {sets} sets," if sets > 1 else "held-out accuracy"
+    named = {"held_out_nll": "held-out nats per token", "eval/accuracy": accuracy}
     return ", ".join(f"{name} {values[key]:.3f}" for key, name in named.items() if key in values) or "nothing held out"
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from rpg_jax.runs import cli
-from rpg_jax.runs.session import CompilationCounter, chosen_steps, watched
+from rpg_jax.runs.session import CompilationCounter, _in_words, chosen_steps, watched
 
 
 def test_one_step_or_a_range_is_traced():
@@ -13,6 +13,12 @@ def test_one_step_or_a_range_is_traced():
     for text in ("", "a", "5-3", "1,2"):
         with pytest.raises(ValueError, match="profile.steps is one step or a range"):
             chosen_steps(text)
+
+
+def test_an_accuracy_of_several_held_out_sets_says_that_it_is_their_mean():
+    values = {"eval/accuracy": 0.5, "eval/held out/mean_at_k": 0.3}  # a set may have the name "held out"
+    assert _in_words(values) == "held-out accuracy 0.500"
+    assert _in_words(values | {"eval/old/mean_at_k": 0.7}) == "held-out accuracy, mean of 2 sets, 0.500"
 
 
 def test_only_chosen_steps_leave_a_trace(tmp_path):
