@@ -45,7 +45,7 @@ def prepare(options: argparse.Namespace, console: Console) -> None:
     if options.against:
         evaluation, _ = load(options.against)
         problems, removed = decontaminate(problems, evaluation)
-        console.print(f"{len(removed)} removed: they share {SHARED_WORDS} words in a row with an evaluation problem")
+        console.print(f"{len(removed)} removed: an evaluation problem has the same words, or {SHARED_WORDS} in a row")
     write_parquet(problems, options.output)
     console.print(f"{len(problems)} problems written to {options.output}")
 

@@ -54,7 +54,7 @@ def test_prepare_writes_the_clean_set_and_counts_what_went(files, capsys):
     assert run(*common, "--bad_rows", "skip", "--against", files / "test.jsonl") == 0
     out, err = capsys.readouterr()
     assert "skipped: " in err and "line 6" in err
-    for line in ("6 rows read: 4 problems, 1 repetitions", "1 bad rows", "1 removed: they share"):
+    for line in ("6 rows read: 4 problems, 1 repetitions", "1 bad rows", "1 removed: an evaluation problem has"):
         assert line in out
     kept, _ = load(str(files / "out.parquet"))
     assert [(p.answer, p.samples) for p in kept] == [("1", 1), ("3", 2), ("50", 1)]
