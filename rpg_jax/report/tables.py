@@ -71,13 +71,13 @@ def differences(configs: Sequence[Config]) -> list[Json]:
 
 def anchor(config: Config) -> str:
     """The reference policy of a config's KL in words, as "the initial policy"; "unknown" without config.json."""
-    rule = config.fields.get("reference.rule")
+    rule = config.fields.get("reference.rule", "unknown")
     return {
-        None: "unknown",
         "fixed": "the initial policy",
         "behaviour": "the policy that sampled",
         "every": f"the policy after every {config.fields.get('reference.every')}",
         "kl": f"the policy after the last KL above {config.fields.get('reference.kl_threshold')} nats",
+        "teacher": f"the teacher {config.fields.get('reference.path')}",
     }.get(rule, str(rule))
 
 

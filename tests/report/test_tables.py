@@ -165,6 +165,12 @@ def test_kls_to_different_policies_carry_a_warning(leave):
     assert "anchors" not in page.notes(configs[::2], rows[::2])
 
 
+def test_kls_to_two_teachers_carry_a_warning(leave):
+    runs = [leave(name, 0, reference={"rule": "teacher", "path": f"teachers/{name}"}) for name in "ab"]
+    configs, (_, rows) = tables.configs_of(runs), at("steps", runs)
+    assert "a: to the teacher teachers/a; b: to the teacher teachers/b" in page.notes(configs, rows)
+
+
 def test_numbers_are_aligned_to_the_right_and_empty_cells_stay_cells():
     assert (
         markdown_table(("", "score"), [("a", 1), ("", 2.5)], numbers=(1,))
