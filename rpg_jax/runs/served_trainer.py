@@ -148,10 +148,10 @@ def _key() -> ApiKey | None:
 
 def _home(folder: str | None, run: ConfigDict) -> Path:
     """Makes the folder of this run's weights. Raises ValueError if `folder` is unset, not local, or another run's."""
-    if not folder:
+    if not folder or storage.in_bucket(folder):
         raise ValueError(
-            "rollout.driver=servers needs servers.weights, a folder that the servers see too: weights that never "
-            "reach them are those of another policy after the first update"
+            f"rollout.driver=servers needs servers.weights, a local folder that the servers see too, got {folder!r}: "
+            "weights that never reach them are those of another policy after the first update"
         )
     home = Path(storage.local(folder)).resolve() / run.name
     home.mkdir(parents=True, exist_ok=True)
