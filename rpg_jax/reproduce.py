@@ -7,9 +7,8 @@
   python -m rpg_jax.reproduce --methods=GRPO,RPG-REINFORCE-URKL --seeds=3 --config=mine.py
   python -m rpg_jax.reproduce --sweep optimizer.learning_rate=1e-4,3e-4 --methods=GRPO,RPG-REINFORCE-URKL --seeds=3
 
-The folder --out receives each table's page, figures and numbers in a folder of the table's name. It also receives the
-runs of all tables: two tables can share a run. The same command continues an interrupted table. A run of
-configs/small.py takes about two minutes of one CPU core; the warm start, which all runs share, takes one to three.
+The folder --out receives all runs, and for each table a folder with its page, figures and numbers. The same command
+continues a table. A run of configs/small.py takes one to two CPU minutes, the warm start that all share one to three.
 """
 
 import argparse

@@ -43,6 +43,7 @@ def write_page(results: Results, folder: Path) -> Path:
     shown = {row: list(rows[row].values()) for row in _rows_to_show(table, rows)}
     compared = {row: table.compared_with(row) for row in rows}
     parts += _figure("Last by row", folder / f"{name}.png", plots.draw_scores(last, compared))
+    parts += ["A large dot is the mean over seeds, its line the 95 % interval. Others are compared with the red rows."]
     parts += _figure("Training dynamics", folder / f"{name}-dynamics.png", plots.draw_dynamics(shown, list(last)))
     parts += _figure("What changes beside accuracy", folder / f"{name}-drift.png", plots.draw_drift(shown, list(last)))
     if sweep := results if table.swept else results.scan:  # the runs that values are chosen from
