@@ -146,7 +146,7 @@ def _partition_spec(where: str, shape: tuple[int, ...], names: Any, mesh: Mesh, 
             raise ValueError(f"{where}: no rule for logical axis {name!r}; the rules name {', '.join(sorted(rules))}")
         axes = _axes(rules[name]) if name is not None else ()
         for axis in axes:
-            if axis in taken and mesh.shape[axis] > 1:
+            if axis in taken:
                 raise ValueError(f"{where}: {taken[axis]!r} and {name!r} both fall on mesh axis {axis!r}; override one")
             taken[axis] = str(name)
         parts = math.prod(mesh.shape[axis] for axis in axes)

@@ -82,9 +82,10 @@ def test_unknown_names_are_refused_with_the_known_ones():
         shardings({"w": ("embedding",)}, {"w": jnp.zeros(8)}, mesh)
 
 
-def test_a_collision_names_both_dimensions():
-    with pytest.raises(ValueError, match="'heads' and 'hidden' both fall on mesh axis 'tensor'"):
-        spec(("heads", "hidden"), (8, 8), make_mesh({"tensor": 8}))
+@pytest.mark.parametrize("size", [1, 8])  # JAX takes no axis twice, not even one of a single device
+def test_a_collision_names_both_dimensions(size):
+    with pytest.raises(ValueError, match="array: 'heads' and 'hidden' both fall on mesh axis 'tensor'"):
+        spec(("heads", "hidden"), (8, 8), make_mesh({"tensor": size}, jax.devices()[:size]))
 
 
 def test_a_dimension_that_does_not_divide_is_refused_with_the_fix():
