@@ -33,18 +33,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def prepare(options: argparse.Namespace, console: Console) -> None:
     """Loads problems, removes those that `decontaminate` finds in the sources `options.against`, and writes the others
-    to the parquet file `options.output`. Prints counts to `console`, and skipped rows to standard error. `options` are
-    as `_parser` reads them. Raises ValueError without sources, if no problem is left, and as `sources.load` does."""
+    to the file `options.output`, NAME.parquet. Prints counts to `console`, and skipped rows to standard error. Raises
+    ValueError without sources, for another ending of the name, if no problem is left, and as `sources.load` does."""
     if not options.sources:
         raise ValueError("what to prepare? Give files or data sets")
+    if not options.output.endswith(".parquet"):
+        raise ValueError(f"--output={options.output}: what is written is a parquet file: name it NAME.parquet")
     problems, report = _load(options)
     for reason in report.bad:
         print(f"skipped: {reason}", file=sys.stderr)
     console.print(f"{report.rows} rows read: {len(problems)} problems, {report.repeated} repetitions merged as samples")
     console.print(f"{len(report.bad)} bad rows skipped")
     if options.against:
-        evaluation, _ = load(options.against)
-        problems, removed = decontaminate(problems, evaluation)
+        problems, removed = decontaminate(problems, load(options.against)[0])
         console.print(f"{len(removed)} removed: an evaluation problem has the same words, or {SHARED_WORDS} in a row")
     write_parquet(problems, options.output)
     console.print(f"{len(problems)} problems written to {options.output}")

@@ -287,8 +287,7 @@ def write_parquet(problems: Sequence[Problem], path: str | os.PathLike[str]) -> 
         raise ValueError(f"nothing to write to {path}: every problem was removed")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [official_row(problem, index) for index, problem in enumerate(problems)]
-    table = pyarrow.Table.from_pylist(rows, SCHEMA)
+    table = pyarrow.Table.from_pylist([official_row(one, index) for index, one in enumerate(problems)], SCHEMA)
     storage.write_atomically(path, lambda file: pyarrow.parquet.write_table(table, file))
 
 

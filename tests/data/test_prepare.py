@@ -51,6 +51,8 @@ def test_prepare_writes_the_clean_set_and_counts_what_went(files, capsys):
     common = ("prepare", files / "train.jsonl", "--output", files / "out.parquet", "--template", "none")
     assert run(*common) == 2
     assert "train.jsonl, line 6: not JSON" in capsys.readouterr().err
+    assert run(*common, "--output", files / "out.jsonl") == 2  # nobody could read it again under this name
+    assert "name it NAME.parquet" in capsys.readouterr().err and not (files / "out.jsonl").exists()
     assert run(*common, "--bad_rows", "skip", "--against", files / "test.jsonl") == 0
     out, err = capsys.readouterr()
     assert "skipped: " in err and "line 6" in err
