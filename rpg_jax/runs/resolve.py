@@ -337,10 +337,9 @@ def check_trusted(config: ConfigDict, run: object, *, trust: bool, given: str = 
     if verifiers.JUDGE in reward_arguments(config)[0]:
         why.append(f"sends completions, and the variable JUDGE_API_KEY, to {config.judge.url!r} (judge.url)")
     if why and not trust:
-        raise ValueError(
-            f"the config of {run} {'; it '.join(why)}: add --trust if you know who wrote this folder, or choose "
-            "other rewards by --rewards=exact"
-        )
+        rewards_alone = all(reason.endswith(("(rewards.parts)", "(judge.url)")) for reason in why)
+        fix = "add --trust if you know who wrote this folder" + ", or give --rewards=exact" * rewards_alone
+        raise ValueError(f"the config of {run} {'; it '.join(why)}: {fix}")
 
 
 def environment_options(config: ConfigDict) -> dict[str, Any]:

@@ -56,6 +56,7 @@ def test_code_and_judges_of_a_runs_config_wait_for_trust(strange, capsys, field)
     error = capsys.readouterr().err
     assert f"({field})" in error or field == "rewards.accuracy" and "(rewards.parts)" in error
     assert "add --trust" in error and error.count("\n") == 1 and ("planted" in error or "evil.example" in error)
+    assert ("--rewards=exact" in error) == field.startswith(("rewards", "judge")), "it helps against rewards alone"
     assert sample.main([f"--run={folder}", "--chat"]) == 2 or "environment" not in field
     assert not Path("imported").exists()
 
