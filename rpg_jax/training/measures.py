@@ -118,8 +118,8 @@ def sampling_metrics(collected: Collected, parts: Mapping[str, float] = MappingP
     a completion counts the tokens that the policy sampled; `conversation_metrics` counts an environment's tokens.
     `equal_rewards` is the share of prompts whose completions all have one reward. `failed` is the share of completions
     without a verdict (`Group.failed`); no mean has these completions. There are no means if no generated group has a
-    verdict, as in a step that generates none. If a reward has several `parts` (name -> weight), each part has the
-    metric `reward/PART`: the part's mean times its weight.
+    verdict, as in a step that generates none. If a reward has several `parts` (name -> weight), each part that
+    weighs has the metric `reward/PART`: the part's mean times its weight.
     """
     generated, completions = collected.generated, [c for g in collected.generated for c in g.completions]
     judged = {id(g): [c for c, known in zip(g.completions, g.judged, strict=True) if known] for g in generated}
@@ -134,7 +134,8 @@ def sampling_metrics(collected: Collected, parts: Mapping[str, float] = MappingP
     apart = [g.parts[g.judged].mean(0) for g in known if g.parts is not None]  # f32[N] of each group
     if len(parts) > 1 and len(apart) == len(known):
         for place, (name, weight) in enumerate(parts.items()):
-            by_group[f"reward/{name}"] = [weight * means[place] for means in apart]
+            if weight:  # else the part decides accuracy alone, and a 0 would look like its score
+                by_group[f"reward/{name}"] = [weight * means[place] for means in apart]
     values = {name: float(collected.weights @ x) for name, x in by_group.items()} if known else {}
     counted = [c for own in judged.values() for c in own]
     values |= {"failed": 1 - len(counted) / len(completions)} if completions else {}

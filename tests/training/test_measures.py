@@ -59,6 +59,15 @@ def test_skipped_updates_count_across_steps_until_one_is_applied():
     assert "3 updates in a row" in guard.fault(4, values, [SKIPPED])
 
 
+def test_a_part_that_only_decides_accuracy_has_no_share_of_the_reward():
+    one = Completion(np.zeros(2), np.zeros(2), "stop", 0)
+    problem = data.Problem(0, "?", "!", "")
+    scores = {"rewards": np.ones(1), "accuracy": np.ones(1), "parts": np.array([[0.5, 1.0]])}
+    group = data.Group(problem, np.array([3]), [one], [], **scores)
+    found = sampling_metrics(Collected([group], [], [group]), {"graded": 2.0, "exact": 0.0})
+    assert {name: value for name, value in found.items() if name.startswith("reward/")} == {"reward/graded": 1.0}
+
+
 def test_a_conversation_counts_its_turns_its_observations_and_the_failures_of_its_environment():
     def completion(observed, error=None):
         n, rewards = len(observed), np.zeros(sum(observed) + 1, np.float32)
