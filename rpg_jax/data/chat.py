@@ -34,8 +34,7 @@ class ChatTemplate:
       template: Jinja source, or the list of {name, template} that some repositories have ("default" is used).
       special_tokens: texts by the names that the template may write: bos_token, eos_token, ….
 
-    Raises ValueError if the template does not compile or a list has no "default"; KeyError or TypeError for another
-    list.
+    Raises ValueError if it does not compile or a list has no "default"; KeyError or TypeError for another list.
     """
 
     def __init__(self, template: str | Sequence[Mapping[str, str]], special_tokens: Mapping[str, str] | None = None):

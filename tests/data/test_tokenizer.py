@@ -66,6 +66,7 @@ def test_the_chat_template_renders_with_and_without_thinking(qwen_like):
 def test_incremental_decoding_equals_decoding_at_once(characters, qwen_like, data):
     tokenizer = data.draw(st.sampled_from([characters, qwen_like]))
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
+    ids += [data.draw(st.sampled_from([tokenizer.eos_id, tokenizer.encode("é")[-1]]))] * data.draw(st.integers(0, 60))
     ids += tokenizer.encode(data.draw(st.text("aé中😀\ufffd ", max_size=8)))
     decoder, pieces = IncrementalDecoder(tokenizer), []
     while ids_left := ids[sum(len(chunk) for chunk, _ in pieces) :]:
@@ -78,6 +79,19 @@ def test_incremental_decoding_equals_decoding_at_once(characters, qwen_like, dat
 def test_incremental_decoding_waits_for_the_whole_character(qwen_like):
     decoder = IncrementalDecoder(qwen_like)
     assert [decoder.push([i]) for i in qwen_like.encode("a😀b")] == ["a", "", "", "", "😀", "b"]
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>", "é"], ids=["a special token", "a byte of no character"])
+def test_a_long_run_of_ids_without_text_is_decoded_a_few_times(qwen_like, text):
+    class Counted:
+        def decode(self, ids):
+            decoded.append(len(ids))
+            return qwen_like.decode(ids)
+
+    decoded, token = [], qwen_like.encode(text)[-1]
+    decoder = IncrementalDecoder(Counted())
+    assert {decoder.push([token]) for _ in range(4000)} == {""} and sum(decoded) < 40 * 4000
+    assert decoder.flush() == qwen_like.decode([token] * 4000)
 
 
 def test_a_folder_without_a_tokenizer_says_what_is_there(tmp_path):
