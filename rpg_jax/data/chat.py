@@ -52,8 +52,7 @@ class ChatTemplate:
         """Returns the text of a conversation, for the model to continue. Several threads may call this.
 
         Args:
-          messages: {"role", "content", …}, of JSON values. Other keys than `SEEN` are hidden, except "tools" of the
-            first message.
+          messages: {"role", "content", …} of JSON values. Only keys in `SEEN`, and "tools" of the first, are seen.
           thinking: Qwen3's `enable_thinking`: False asks for an answer without thoughts. Other templates ignore it.
           add_generation_prompt: end the text with the beginning of the assistant's next turn.
 

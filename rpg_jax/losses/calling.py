@@ -51,8 +51,7 @@ def policy_loss(
       mask: [B, T], nonzero at a token that the update trains on. Elsewhere all but the ids may hold anything, even NaN.
       ref_logprobs: f[B, T], log π_ref; None where the reference is the behaviour policy.
       sampler_logprobs: f[B, T], log π_s as the rollout engine reported it, or None: no correction, no metrics of π_s.
-      completion_ids: i32[B, T] in 0 … T, tells the completions of a packed row apart (0 is padding); None is one
-        completion a row.
+      completion_ids: i32[B, T] in 0 … T, tells a packed row's completions apart (0 is padding); None: one in a row.
       group_ids: i32[B, T] or i32[B] in 0 … B·T, the prompt of each completion. Only rpg with level="sequence" reads the
         ids, for the KL's leave-one-out baseline; rpg of another level raises ValueError. None: the advantages hold the
         baseline (`kl_baseline`), or the KL has no baseline.

@@ -118,8 +118,7 @@ def token_divergences(
     Args:
       hidden, head, targets: f[..., T, D], f[V, D] and i32[..., T] in 0 … V − 1, of the policy.
       ref_hidden, ref_head: f[..., T, E] and f[V, E], of the reference, whose width E may be another.
-      temperature, chunk_size: the sampling temperature, > 0, and the most positions of the T axis in one chunk, for
-        both policies.
+      temperature, chunk_size: the sampling temperature, > 0, and the most positions of T in a chunk, for both policies.
       entropy: also return the policy's entropy, in nats.
       cut: how the arrays lie on a mesh. `ref_hidden` and `ref_head` are sharded in the way of `hidden` and `head`.
       used: i32[], the number of leading positions of the T axis whose numbers are wanted, as in `token_logprobs`.

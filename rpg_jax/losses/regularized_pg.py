@@ -81,8 +81,7 @@ TOKEN_SUMS = ("sequence_mean_token_sum", "constant")
 
 
 def check_aggregate(*, aggregate: str, level: str = "token", **_: Any) -> None:
-    """Raises ValueError if `level` is not "token" and `aggregate` is not in `TOKEN_SUMS`: gradients would depend on
-    lengths."""
+    """Raises ValueError unless `level` is "token" or `aggregate` in `TOKEN_SUMS`: gradients would depend on lengths."""
     if level != "token" and aggregate not in TOKEN_SUMS:
         raise ValueError(
             f"aggregate={aggregate!r} weights a completion by its length, so level={level!r} would not have the "

@@ -102,9 +102,8 @@ def _kept(tokens: Tokens, weight: jax.Array, kept: jax.Array) -> Correction:
 
 
 def carried_ratio(kind: str | None) -> Carried | None:
-    """The ratio that is a factor of the weight of the correction `kind`: "token" for u = π_old/π_s, "completion" for
-    the product of u over the completion, None for neither or if `kind` is None. Raises ValueError for an unknown
-    `kind`."""
+    """The ratio in the weight of the correction `kind`: "token" for u = π_old/π_s, "completion" for the product of u
+    over the completion, None for neither or if `kind` is None. Raises ValueError for an unknown `kind`."""
     return None if kind is None else lookup(SAMPLER_CORRECTIONS, "sampler_correction", kind).carries
 
 

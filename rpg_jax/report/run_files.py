@@ -99,8 +99,7 @@ def _is_metric(key: str, value: Any) -> bool:
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """The config in `run_dir`/config.json as nested dicts; {} without this file. Raises ValueError if the file is no
-    JSON object."""
+    """The config in `run_dir`/config.json as nested dicts; {} without it. Raises ValueError if it is no JSON object."""
     return read_if_there(run_dir / "config.json")
 
 

@@ -56,8 +56,7 @@ def maj_at_k(answers: Sequence[Sequence[Hashable]], correct: Sequence[ArrayLike]
       answers: P sequences of n_p answers or None. Normalise the answers first: only equal texts count as one answer.
       correct: P sequences of n_p verdicts, 1 or 0. If equal answers have different verdicts, their mean counts.
 
-    Raises ValueError if the shapes differ, if there is no problem or a problem has no completion, or if a verdict is
-    not 0 or 1.
+    Raises ValueError if the shapes differ, a problem or its completion is missing, or a verdict is not 0 or 1.
     """
     if len(answers) != len(correct):
         raise ValueError(f"got answers for {len(answers)} problems but verdicts for {len(correct)}")

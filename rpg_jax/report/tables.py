@@ -150,8 +150,7 @@ class Row:
       differences: {set: Last minus Last of the first config in percentage points, paired by seed}, without sets in
         `left_out` or without a common seed; {} in the first row.
       left_out: {set: why its evaluations cannot be compared with those of the first config}.
-      kl: KL to the reference in millinats per token, over the last third of the steps within the budget; None without
-        this metric.
+      kl: KL to the reference, millinats per token, over the last third of the steps in the budget; None without it.
     """
 
     seeds: int

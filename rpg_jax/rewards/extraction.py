@@ -5,8 +5,7 @@ The verifiers `exact`, `math_dapo`, `boxed` and `gsm8k` stand here. A verifier s
 `math_dapo`, the paper's verifier in training and on AIME and AMC, keeps the quirks of the rules in public RL code,
 because rewards and published numbers depend on them. Words are removed wherever they occur ("square" from "squared").
 Articles are removed as the letters "a " and "an ". Nothing is evaluated, so 1/2 and 0.5 differ. Each rule takes linear
-time, so this runs in the trainer's process: a regular expression with an open end, tried at every place, would take
-quadratic time.
+time, so this runs in the trainer's process: a regular expression with an open end, tried everywhere, would take longer.
 """
 
 import collections

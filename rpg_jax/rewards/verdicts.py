@@ -15,8 +15,7 @@ status: the server answered with an error of HTTP, or in a form that nobody aske
 CHANCE = frozenset({"timeout", "crash", "memory", "unreachable", "status"})
 """The kinds that machinery may cause. The same call may succeed another time, so nothing is known of the completion.
 
-Under the other kinds a completion is wrong: its text made the function raise, return no score, or try what is
-forbidden."""
+Under other kinds a completion is wrong: its text made the function raise, return no score or do what is forbidden."""
 LARGEST = 1e6  # the largest |score|: sums over a group and their squares stay far inside float32
 LARGEST_OBJECT = 2**20  # bytes of an object's JSON
 _FIRST_PROBLEMS = 16  # of fewer, all may by chance be unreadable for a verifier or an environment

@@ -50,8 +50,7 @@ class Weights:
     Args:
       params: pytree of arrays, the trainer's weights, which the constructor syncs.
       version: the `weight_version` of completions that these weights sample.
-      dtype: each sync casts floating-point weights to this dtype, because a decode step reads every weight. None: no
-        cast.
+      dtype: each sync casts floating-point weights to it (None: to none), because a decode step reads every weight.
       shardings: the decoding layout, a pytree of shardings like `params`; None: the layout of `params`. A sync brings
         the weights there by one jitted reshard, or by one transfer if the layout has none of the trainer's devices.
       int8: whether each sync rounds the layers' matrices to eight bits, with one scale per output channel.

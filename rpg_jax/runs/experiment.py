@@ -102,8 +102,7 @@ def open_experiment(
     """Makes everything but weights from the resolved `config`. All processes of a run call together.
 
     Args:
-      run_dir: a local folder. It keeps the tokenizer that is trained if neither `model.tokenizer` nor `model.path` is
-        set.
+      run_dir: a local folder. It keeps the tokenizer that is trained without `model.tokenizer` and `model.path`.
       train: loads the training problems, and checks that training fits the memory. False: a mesh that does not fit the
         devices is replaced, with a line on stderr.
       held_out: loads the problems of evaluations. Without `train` and `held_out`, no task or environment is imported.

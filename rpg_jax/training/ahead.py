@@ -102,8 +102,7 @@ class AheadCollector(Collector):
             yield
 
     def record(self) -> dict[str, Any]:
-        """Returns everything that a resume needs, JSON-able. Waits for the batches that have begun, and raises their
-        errors."""
+        """Returns all that a resume needs, JSON-able. Waits for the batches that have begun; raises their errors."""
         ahead = {
             "batches": {str(step): _encode(job.result()) for step, job in self._jobs.items()},
             "carried": encode_groups(self.carried),
@@ -174,8 +173,7 @@ def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
 
 
 def _marked(collected: Collected) -> Collected:
-    """Returns `collected` with the rollout's log-probs as behaviour log-probs. A group is the same object in all its
-    lists."""
+    """Returns `collected` with the rollout's log-probs as behaviour log-probs. A group is one object in all lists."""
     marked = {
         id(g): dataclasses.replace(g, behaviour_logprobs=[c.logprobs for c in g.completions])
         for name in _LISTS

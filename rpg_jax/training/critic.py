@@ -51,14 +51,12 @@ class Critic:
         return {**trunk, _HEAD: head}
 
     def like(self, policy: Any, head: Any) -> Any:
-        """Returns the tree of `init`: leaves of `policy` (shapes or shardings) for the trunk, `head` for weight and
-        bias."""
+        """Returns the tree of `init`: leaves of `policy` (shapes, shardings) for the trunk, `head` for weight, bias."""
         trunk = {k: v for k, v in policy.items() if k != _OUTPUT}
         return {**trunk, _HEAD: {"weight": head, "bias": head}}
 
     def values(self, params: Any, rows: Rows) -> jax.Array:
-        """Returns V f32[B, C], the value of the state before each completion token of `rows`; `params` are the
-        critic's."""
+        """Returns V f32[B, C], the value of the state before each completion token of `rows`; `params`: the critic."""
         model = nnx.merge(self.graphdef, {k: v for k, v in params.items() if k != _HEAD})
         hidden = completion_hidden(model, rows.unrouted)
         head = params[_HEAD]

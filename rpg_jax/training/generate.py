@@ -32,8 +32,7 @@ class Part:
 
     Attributes:
       group: without scores, with its completions so far.
-      step, draw: choose the random numbers: the step that trains the group, and how often the problem came before in
-        the step.
+      step, draw: choose the random numbers: the step that trains the group, and how often it had the problem before.
       max_tokens: the most tokens of a completion after the call.
       index: the number of the completion that goes on. None: the group begins.
     """

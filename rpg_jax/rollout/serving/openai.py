@@ -267,9 +267,8 @@ class ChatForm:
         return made | {"finish_reason": choice.finish_reason, "token_ids": choice.token_ids}
 
     def piece(self, piece: Piece, first: bool) -> dict[str, Any]:
-        """An entry of `choices` of a piece of a stream: `index`, `delta` with the text, `logprobs` (None),
-        `finish_reason` (None before the last piece) and `token_ids`. The `first` piece of a completion names the role
-        in `delta`."""
+        """An entry of `choices` of a piece of a stream: `index`, `delta` with the text, and the role in the `first`
+        piece of a completion, `logprobs` (None), `finish_reason` (None before the last piece) and `token_ids`."""
         delta = ({"role": "assistant"} if first else {}) | {"content": piece.text}
         reason, ids = piece.finish_reason, piece.token_ids
         return {"index": piece.index, "delta": delta, "logprobs": None, "finish_reason": reason, "token_ids": ids}
