@@ -7,6 +7,7 @@ model, task and settings, and kept in a folder that is named by them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -35,6 +36,7 @@ from rpg_jax.runs.resolve import reward_arguments
 from rpg_jax.runs.supervised import Demonstrations, several, supervised_config, supervised_learner, tell_cuts
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.storage.errors import StorageFailure
+from rpg_jax.storage.files import locked
 from rpg_jax.storage.integrity import Refused
 from rpg_jax.training.state import TrainState
 
@@ -43,9 +45,10 @@ CHECKED = 96  # completions of a check
 
 def warm_started(experiment: Experiment, params: Any, rollout: Rollout, scorer: Scorer, run_dir: Path) -> Any:
     """Weights after supervised training: from the shared folder `home`/`cache_key`, or trained now from `params`, which
-    stay valid, and put there with the tokenizer that `run_dir` may keep; a line says if that fails. If an accuracy ends
-    the training, `scorer` and `rollout`, which gets other weights, measure the accuracy. Collective. Raises ValueError
-    if there are no demonstrations, or no check finds an accuracy in the range."""
+    stay valid, and put there with the tokenizer that `run_dir` may keep; a line says if that fails. A run waits while
+    another on this machine trains the same. If an accuracy ends the training, `scorer` and `rollout`, which gets other
+    weights, measure the accuracy. Collective. Raises ValueError if there are no demonstrations, or no check finds an
+    accuracy in the range."""
     layout = dataclasses.replace(experiment.layout, config=supervised_config(experiment.config))
     own_rollout = layout.config.rollout.max_tokens != experiment.config.rollout.max_tokens
     e = dataclasses.replace(experiment, layout=layout)
@@ -55,26 +58,30 @@ def warm_started(experiment: Experiment, params: Any, rollout: Rollout, scorer: 
         read["weights"] = files_digest(models.local_folder(e.config.model.path))
     folder = home(e.config) / cache_key(e.config, read, e.handed)
     cache = Snapshots(folder)
-    if cache.exists(0):
+    with contextlib.ExitStack() as turn:
+        if jax.process_count() == 1 and not storage.in_bucket(folder):
+            with contextlib.suppress(OSError):  # a folder that cannot be written: the save below says so
+                folder.mkdir(parents=True, exist_ok=True)
+                turn.enter_context(locked(Path(folder), wait=True))
+        if cache.exists(0):
+            try:
+                params = cache.restore(0, e.layout.abstract_params)
+                print(f"warm start from {folder}")
+                return params
+            except Refused as error:
+                print(f"warm start refused: {error}; kept as {cache.move_aside(0)}, trained again", file=sys.stderr)
+        if own_rollout:
+            rollout = make_rollout(e.layout, params)
+            turn.callback(rollout.close)
+        params = _train(e, batches, params, rollout, scorer)
         try:
-            params = cache.restore(0, e.layout.abstract_params)
-            print(f"warm start from {folder}")
+            cache.save(0, params)
+            cache.wait()
+        except StorageFailure as error:  # as where two runs write it at once in a bucket
+            if jax.process_count() > 1:  # the other processes may wait inside the save
+                raise
+            print(f"warm start not kept for other runs: {error.what}: {error.reason}", file=sys.stderr)
             return params
-        except Refused as error:
-            print(f"warm start refused: {error}; kept as {cache.move_aside(0)}, trained again", file=sys.stderr)
-    if own_rollout:
-        rollout = make_rollout(e.layout, params)
-    params = _train(e, batches, params, rollout, scorer)
-    if own_rollout:
-        rollout.close()
-    try:
-        cache.save(0, params)
-        cache.wait()
-    except StorageFailure as error:  # as where two runs write it at once
-        if jax.process_count() > 1:  # the other processes may wait inside the save
-            raise
-        print(f"warm start not kept for other runs: {error.what}: {error.reason}", file=sys.stderr)
-        return params
     if hosts.is_first() and (run_dir / "tokenizer.model").exists():
         (folder / "tokenizer.model").write_bytes((run_dir / "tokenizer.model").read_bytes())
     return params
@@ -156,9 +163,8 @@ def train_to_accuracy(
     range is hit however steep the curve is. Raises ValueError if the range is empty, not reached in `max_updates`, or
     inside the step of a single update."""
     if not min_accuracy < max_accuracy:
-        raise ValueError(
-            f"a warm start needs 0 <= min_accuracy < max_accuracy <= 1, got {min_accuracy} and {max_accuracy}"
-        )
+        needs = "a warm start needs 0 <= min_accuracy < max_accuracy <= 1"
+        raise ValueError(f"{needs}, got {min_accuracy} and {max_accuracy}")
     interval, done = check_every, 0
     while done < max_updates:
         before = jax.tree.map(jnp.copy, state)

@@ -68,8 +68,7 @@ def cache_folder() -> Path:
 
 def secret() -> bytes:
     """Returns 32 random bytes of this user on this host, the same in every process: the first call writes them into a
-    file. Only the user can read the file. Returns b"" if the user has no home folder, or the file cannot be written or
-    read."""
+    file that only the user can read. Returns b"" without a home folder, or if the file cannot be written or read."""
     with contextlib.suppress(OSError, RuntimeError):
         (file := cache_folder() / "secret").parent.mkdir(parents=True, exist_ok=True)
         if not file.exists():
@@ -89,8 +88,7 @@ def local_copy(address: str, patterns: Sequence[str]) -> Path:
 
     Args:
       address: gs://BUCKET/FOLDER; never a local path.
-      patterns: which files, as "*.safetensors"; one pattern that matches the name is enough. No subfolder's name may
-        match.
+      patterns: which files, as "*.safetensors"; one pattern that matches the name is enough. No subfolder may match.
 
     Raises:
       ValueError: the address is of another scheme, a package that buckets need is not installed, there is no such
@@ -199,16 +197,20 @@ def whole(folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, wait: bool = False) -> Iterator[None]:
     """Locks a folder for the block, by its inode: another name for the folder (a link, a mount) meets the same lock. A
-    file system without locks of folders grants every lock. Raises ValueError at once if the lock is held already, and
-    FileNotFoundError if there is no folder."""
+    file system without locks of folders grants every lock. If the lock is held already, raises ValueError at once, or
+    with `wait` says so on stderr and waits for it. Raises FileNotFoundError if there is no folder."""
     number = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{folder} is being written by another process: wait for its end, or stop it") from None
+            if not wait:
+                fix = "wait for its end, or stop it"
+                raise ValueError(f"{folder} is being written by another process: {fix}") from None
+            errors.say(f"{folder} is being written by another process: waiting for its end")
+            fcntl.flock(number, fcntl.LOCK_EX)
         except OSError:  # network file systems that lock no folders: the lease alone holds it
             pass
         yield

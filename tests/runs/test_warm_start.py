@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import threading
 from types import SimpleNamespace
 
 import jax
@@ -20,6 +21,7 @@ from rpg_jax.runs.problems import Task
 from rpg_jax.runs.resolve import resolve
 from rpg_jax.runs.supervised import Demonstrations, examples_of, packed, supervised_config, tell_cuts
 from rpg_jax.runs.warm_start import cache_key, warm_started
+from rpg_jax.storage import files
 from rpg_jax.storage.errors import StorageFailure
 from tests.end_to_end import micro
 
@@ -230,6 +232,28 @@ def test_a_run_goes_on_with_its_warm_start_if_another_run_writes_the_same(
     with contextlib.nullcontext() if goes_on else pytest.raises(StorageFailure, match="File exists"):
         assert warm_started(e, {}, None, None, tmp_path)["w"].tolist() == [1, 1]
         assert "warm start not kept for other runs: /" in capsys.readouterr().err
+
+
+def test_of_two_runs_that_need_a_warm_start_at_once_one_trains_it_and_the_other_takes_it(tmp_path, monkeypatch, capfd):
+    """Both trained it, and wrote into one temporary folder: one save failed, or both."""
+    e = open_experiment(config_of(6, None, tmp_path / "warm"), tmp_path)
+    with e.layout.activate():
+        params, found = init_params(e.layout), []
+    waits = threading.Event()
+    monkeypatch.setattr(files.errors, "say", lambda text: waits.set() if text.endswith("waiting for its end") else None)
+    monkeypatch.setattr(warm_start, "_train", lambda *arguments: trained.append(waits.wait(30)) or params)
+
+    def run():
+        with e.layout.activate():
+            found.append(warm_started(e, params, None, None, tmp_path))
+
+    trained, threads = [], [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert trained == [True] and capfd.readouterr().out.startswith("warm start from ")
 
 
 def test_another_reward_is_another_warm_start(tmp_path, monkeypatch):
