@@ -122,7 +122,7 @@ def test_a_branch_is_another_config_than_its_parent_and_is_named_with_it(leave):
     assert branch.costs["completions"] == {0: 0, 3: 8, 4: 16, 5: 24, 6: 32}
     configs = tables.configs_of([parent, branch])
     said = page.notes(configs, tables.rows_within(configs, tables.budgets(configs)[0]))
-    assert "b-0 was begun from runs/a@2" in said and "a-0 was begun" not in said
+    assert "b-0 was begun from runs/a@2: its steps go on from there, so" in said and "a-0 was begun" not in said
 
 
 def test_runs_that_differ_in_their_servers_and_places_are_runs_of_one_config(leave):
