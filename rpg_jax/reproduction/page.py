@@ -46,6 +46,8 @@ def write_page(results: Results, folder: Path) -> Path:
     parts += ["A large dot is the mean over seeds, its line the 95 % interval. Others are compared with the red rows."]
     parts += _figure("Training dynamics", folder / f"{name}-dynamics.png", plots.draw_dynamics(shown, list(last)))
     parts += _figure("What changes beside accuracy", folder / f"{name}-drift.png", plots.draw_drift(shown, list(last)))
+    if left_out := [row for row in rows if row not in shown]:
+        parts += [f"Figures over steps show {len(shown)} rows of {len(rows)}, without {'; '.join(left_out)}."]
     if sweep := results if table.swept else results.scan:  # the runs that values are chosen from
         parts += ["## Learning rates" if results.scan else "## Best value of each method", *sweeps.section(sweep)]
     parts += _code_of_rows(results)

@@ -92,6 +92,14 @@ def test_a_page_names_the_rows_of_each_commit(tmp_path, results, without_figures
     assert "the command has other settings today for DAPO." in text
 
 
+def test_a_page_names_the_rows_that_its_curves_leave_out(tmp_path, results, without_figures, monkeypatch):
+    made = results()
+    assert "Figures over steps show" not in page.write_page(made, tmp_path).read_text(encoding="utf-8")
+    monkeypatch.setattr(page, "SHOWN", 1)
+    text = page.write_page(made, tmp_path).read_text(encoding="utf-8")
+    assert "Figures over steps show 1 rows of 2, without DAPO." in text
+
+
 def test_data_that_are_missing_or_foreign_are_an_error_of_one_line(tmp_path, capsys):
     assert reproduce.main([f"--from-data={tmp_path / 'none.json.gz'}"]) == 2
     assert "none.json.gz: make the table first" in capsys.readouterr().err
