@@ -70,15 +70,15 @@ def differences(configs: Sequence[Config]) -> list[Json]:
 
 
 def anchor(config: Config) -> str:
-    """The reference policy of a config's KL in words, as "the initial policy"; "unknown" without config.json."""
-    rule = config.fields.get("reference.rule", "unknown")
-    return {
-        "fixed": "the initial policy",
-        "behaviour": "the policy that sampled",
-        "every": f"the policy after every {config.fields.get('reference.every')}",
-        "kl": f"the policy after the last KL above {config.fields.get('reference.kl_threshold')} nats",
-        "teacher": f"the teacher {config.fields.get('reference.path')}",
-    }.get(rule, str(rule))
+    """The reference policy of a config's KL in words, as "the initial policy"; "unknown" without config.json. Of a rule
+    without words here: its name, and the fields of `reference` that only such rules read, as "halves, share 0.5"."""
+    section = {k.removeprefix("reference."): v for k, v in config.fields.items() if k.startswith("reference.")}
+    rule, every, threshold = (section.pop(name, None) for name in ("rule", "every", "kl_threshold"))
+    section.pop("resident", None)
+    words = {None: "unknown", "fixed": "the initial policy", "behaviour": "the policy that sampled"}
+    words |= {"every": f"the policy after every {every}", "kl": f"the policy after the last KL above {threshold} nats"}
+    words |= {"teacher": f"the teacher {section.get('path')}"}
+    return words.get(rule) or ", ".join([str(rule), *(f"{k} {_text(v)}" for k, v in section.items() if v is not None)])
 
 
 def _label(run: Run, all_runs: Sequence[Run], most: int | None = None) -> str:

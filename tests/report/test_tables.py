@@ -163,6 +163,9 @@ def test_kls_to_different_policies_carry_a_warning(leave):
     _, rows = at("steps", runs)
     assert "a: to the initial policy; b: to the policy after every 16 updates" in page.notes(configs, rows)
     assert "anchors" not in page.notes(configs[::2], rows[::2])
+    runs = [leave(name, 0, reference={"rule": "teacher", "every": "1 step", "path": name}) for name in ("d", "e")]
+    _, rows = at("steps", runs)
+    assert "a: to the teacher d; b: to the teacher e." in page.notes(tables.configs_of(runs), rows)
 
 
 def test_kls_to_two_teachers_carry_a_warning(leave):
