@@ -78,8 +78,7 @@ def ctpo(tokens: Tokens, *, width_low: Width = 0.025, width_high: Width = 0.05, 
     completion's trained tokens from 1. W_t turns a mean over prefixes of π_old into a mean over prefixes of π_θ. Where
     nothing is clipped the gradient is −W_t A ∇log π_θ(a_t): earlier tokens get no gradient through W_t.
 
-    Source: CTPO, arXiv:2605.07331; horizon-llm/CTPO at acc4021, `cum-token-cumprod-la`, which bounds log W_t to 10
-    (here: 20).
+    Source: CTPO, arXiv:2605.07331; horizon-llm/CTPO at acc4021, `cum-token-cumprod-la`. It has log W_t ≤ 10, here 20.
     """
     ones = jnp.ones_like(tokens.log_w)
     prefix, place = (masking.completion_scan(x, tokens.mask, tokens.completion_ids) for x in (tokens.log_w, ones))

@@ -92,8 +92,7 @@ def swiglu(x: jax.Array, gate: Weight, up: Weight, down: Weight, axes: tuple[str
 
     Rows of more than 2,560 tokens pass in n stretches, if a small n divides T. The backward pass computes them again,
     so hidden units take [B, T / n, F]. On a mesh each device gathers its weights once. It adds up their gradient over
-    all stretches, and then once over the devices, in the weights' dtype. By itself, XLA sums every stretch over the
-    network.
+    all stretches, and then once over the devices, in the weights' dtype. XLA by itself sums each over the network.
     """
     tokens = partition_spec(*axes, None)
     if tokens is None or jax.sharding.get_abstract_mesh().size == 1:

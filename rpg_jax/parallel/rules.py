@@ -85,8 +85,7 @@ def shardings(logical_axes: Any, shapes: Any, mesh: Mesh, rules: Rules = RULES) 
     a dimension that is not sharded.
 
     Raises ValueError if `rules` lacks a name, two dimensions fall on one mesh axis, mesh axes do not divide a
-    dimension, or there are more or fewer names than dimensions; the message names the leaf. Or if `check` refuses the
-    rules.
+    dimension, or the names are not as many as the dimensions; it names the leaf. Or if `check` refuses the rules.
     """
     check(rules, mesh.shape)
 

@@ -261,8 +261,7 @@ def draw_dynamics(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> byt
 def draw_drift(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> bytes | None:
     """Draws accuracy, entropy, length and KL to the initial policy on each of the held-out `sets`, by step, and returns
     the PNG; None if no run has this KL, for which the config field `evaluation.drift` asks. The error bars of the KL
-    are ± 2 standard errors over prompts, averaged over seeds. `rows` is {row: its runs, one a seed}. Only the first ten
-    rows are drawn."""
+    are ± 2 standard errors over prompts, averaged over seeds. `rows` is {row: its runs, one a seed}; ten are drawn."""
     if not any(_any_has(rows, f"eval/{name}/initial_kl") for name in sets):
         return None
     panels = [

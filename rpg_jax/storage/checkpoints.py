@@ -241,8 +241,7 @@ class Snapshots:
 
     def save(self, number: int, params: Tree) -> None:
         """Starts writing `params` as snapshot `number`, in place of an earlier one; `wait` returns when it is on disk.
-        First waits for the previous save. Raises StorageFailure if the previous save failed, or this one cannot start.
-        """
+        First waits for the previous save. Raises StorageFailure if that save failed, or this one cannot start."""
         path = self._path(number)
 
         def write() -> None:

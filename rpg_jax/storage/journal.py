@@ -5,8 +5,7 @@ appends groups to journal/STEP/ as they are completed. On disk each process appe
 milliseconds. In a bucket each process writes an object every `_FLUSH_SECONDS`, or earlier once `_FLUSH_BYTES` wait.
 
 A journal only saves work. So no fault of the journal stops a run. A damaged record, a file that cannot be read, a key
-with another value: the fault is said on stderr, and the group is sampled again. A write that fails ends the journal of
-its step.
+with another value: stderr says the fault, and the group is sampled again. A failed write ends the journal of its step.
 
 A record is a group of completions with the key under which it was sampled:
 
@@ -16,8 +15,7 @@ A record is a group of completions with the key under which it was sampled:
     text     JSON: key; lengths, finish_reasons and turns of the completions; dtype and shapes of their experts, if any
     arrays   i32[n] tokens, then f32[n] log-probabilities; n tokens in all; then the experts
 
-Records follow each other in a file. A record that is cut short or changed is skipped; reading goes on at the next
-magic.
+Records follow each other in a file. A record cut short or changed is skipped; reading goes on at the next magic.
 """
 
 import collections

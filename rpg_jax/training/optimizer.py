@@ -74,8 +74,7 @@ def make_optimizer(
     The learning rate rises over the warm-up. A warm-up of N steps is a stair: all updates of step s = 0, 1, … have s/N
     of the rate, so step 0 has rate 0 (complex-reasoning/RPG at ec8e30b, verl/workers/fsdp_workers.py:
     `lr_scheduler.step()` once a rollout batch). A warm-up of N updates is a slope: update u = 1, 2, … has u/N of the
-    rate. Then the rate is constant, or falls from update to update to `final_rate` of it at `decay_until`, on a line or
-    on half a cosine.
+    rate. Then the rate is constant, or falls by update to `final_rate` of it at `decay_until`: a line or half a cosine.
 
     Args:
       warmup: N, in steps or in updates.

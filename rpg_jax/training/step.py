@@ -103,8 +103,7 @@ class Programs(NamedTuple):
       add: (weights, sums, batch) -> Sums with one more micro-batch; `sums` is donated.
       rehearse: (weights, sums, batch, share) -> (Sums, metrics): adds a micro-batch of `Rehearsed`; `sums` is donated.
       apply: (state, sums) -> (state, metrics): an update from several micro-batches; `state` is donated.
-      baseline: (weights, batch) -> advantages, returns and values f32[B, C] from the rewards of a batch; None without a
-        critic.
+      baseline: (weights, batch) -> advantages, returns and values f32[B, C] from its rewards; None without a critic.
     """
 
     logprobs: Program

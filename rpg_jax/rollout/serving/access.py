@@ -159,8 +159,7 @@ def address_of(host: str, port: int, *, tls: bool) -> str:
 def file_of(folder: str, name: str | None, port: int) -> epath.Path:
     """The path of the file `name`, which announces a server, in `folder`, which is local or gs://BUCKET/…. Nothing is
     written. `name` None stands for HOST-PORT, with this machine's name. Raises ValueError if the folder is an address
-    of another kind, or the name has other signs than letters, digits and "-_.", or does not begin with one of A to Z, a
-    to z, 0 to 9."""
+    of another kind, or the name has other signs than letters, digits and "-_.", or begins with none of A-Za-z0-9."""
     name = f"{socket.gethostname()}-{port}" if name is None else name
     if not re.fullmatch(r"[A-Za-z0-9][-\w.]*", name):
         raise ValueError(
