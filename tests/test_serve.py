@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -200,6 +201,28 @@ def test_the_limits_of_a_server_are_those_of_its_model_and_slots_fit_the_memory(
         assert decoding.capacity == room
         assert cache_bytes(layout, decoding) <= 1 << 30 and decoding.slots >= 1
     assert decoding.slots == 512 * jax.device_count(), "where they fit, the slots are those of the config"
+
+
+def test_a_server_that_loads_weights_leaves_room_for_them_beside_its_own(tmp_path):
+    from rpg_jax.runs import policy_server
+    from rpg_jax.runs.memory import LEFT_FREE, bytes_on_a_device, cache_bytes, decoding_params, make_decoding
+
+    config = config_files.changed(tiny.get_config(), {"model.path": MODEL, "model.compute_dtype": "float32"})
+    served = policy.of_config(config, tmp_path, weights=False)
+
+    def on_a_device_of(memory):
+        layout = dataclasses.replace(served.experiment.layout, device_memory=memory)
+        wide = dataclasses.replace(served, experiment=dataclasses.replace(served.experiment, layout=layout))
+        layout = policy_server.with_room_to_load(wide).experiment.layout
+        decoding = make_decoding(layout)
+        own = bytes_on_a_device(decoding_params(layout, decoding))
+        return own, decoding.slots // decoding.mesh.size, 2 * own + cache_bytes(layout, decoding)
+
+    own, most, _ = on_a_device_of(2.0**40)
+    _, slots, needed = on_a_device_of(3 * own)
+    assert 1 < slots < most and needed < 3 * own * (1 - LEFT_FREE)
+    with pytest.raises(ValueError, match="a load needs the weights twice, 0.0 GiB on a device with 0.0: spread"):
+        on_a_device_of(1.9 * own)
 
 
 @pytest.mark.slow  # a server and three trainers in processes of their own

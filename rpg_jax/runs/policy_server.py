@@ -30,7 +30,7 @@ from rpg_jax.rollout.serving.server import Server
 from rpg_jax.runs import config_files, policy, run_folder
 from rpg_jax.runs.experiment import make_rollout
 from rpg_jax.runs.layout import Layout
-from rpg_jax.runs.memory import cache_bytes, make_decoding
+from rpg_jax.runs.memory import bytes_on_a_device, cache_bytes, decoding_params, has_copy, make_decoding
 from rpg_jax.runs.policy import Policy
 from rpg_jax.runs.processes import StopRequest, fast_dtype
 
@@ -55,6 +55,8 @@ def serve(options: argparse.Namespace, loaded: config_files.Loaded | None) -> in
     if options.announce:
         file_of(options.announce, options.announce_name, options.http_port)
     served, name = _opened(options, loaded)
+    if options.weights_from is not None:
+        served = with_room_to_load(served)
     if options.context is not None or options.weights_from is None:
         served = with_context(served, options.context)
     model_name = Path(options.run or served.experiment.config.model.path or "policy").name
@@ -77,6 +79,20 @@ def _opened(options: argparse.Namespace, loaded: config_files.Loaded | None) -> 
     with tempfile.TemporaryDirectory() as scratch:
         served = policy.of_config(loaded.config, Path(scratch), changes=_CHANGES, held_out=trains_tokenizer)
     return served, model.path or "random weights"
+
+
+def with_room_to_load(served: Policy) -> Policy:
+    """A copy of `served` whose slots leave room on a device for the weights of a load beside the present. A server that
+    decodes with a copy has this room already. Raises ValueError if a device cannot hold the weights twice."""
+    layout, decoding = served.experiment.layout, make_decoding(served.experiment.layout)
+    if layout.device_memory is None or has_copy(layout, decoding):
+        return served
+    gib, own = layout.device_memory / 2**30, bytes_on_a_device(decoding_params(layout, decoding))
+    if layout.device_memory < 2 * own:
+        twice = f"--weights_from: a load needs the weights twice, {2 * own / 2**30:.1f} GiB on a device with {gib:.1f}"
+        raise ValueError(f"{twice}: spread them over more devices, or lower model.compute_dtype")
+    layout = dataclasses.replace(layout, device_memory=layout.device_memory - own)
+    return dataclasses.replace(served, experiment=dataclasses.replace(served.experiment, layout=layout))
 
 
 def with_context(served: Policy, tokens: int | None) -> Policy:
