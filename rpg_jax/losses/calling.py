@@ -53,7 +53,7 @@ def policy_loss(
       sampler_logprobs: f[B, T], log π_s as the rollout engine reported it, or None: no correction, no metrics of π_s.
       completion_ids: i32[B, T] in 0 … T, tells a packed row's completions apart (0 is padding); None: one in a row.
       group_ids: i32[B, T] or i32[B] in 0 … B·T, the prompt of each completion. Only rpg with level="sequence" reads the
-        ids, for the KL's leave-one-out baseline; rpg of another level raises ValueError. None: the advantages hold the
+        ids, for the KL's leave-one-out baseline; other losses here raise ValueError. None: the advantages hold the
         baseline (`kl_baseline`), or the KL has no baseline.
       prefix_kl: the KL to the reference at the tokens' prefixes, the field `kl` of `token_divergences`. Only rpg with
         estimator="exact" trains on the KL; with every loss the metric `kl_exact` is the mean of `prefix_kl.reverse`.
@@ -96,6 +96,8 @@ def token_loss(name: str | Loss, tokens: Tokens, **hyperparameters: Any) -> Toke
     `aggregate` and `constant_length` have no effect, and raise only if their own values are not allowed."""
     loss = find_loss(name)
     loss.check(hyperparameters, _OF_EVERY_LOSS)
+    if tokens.group_ids is not None and loss.function.__module__ in (baselines.__name__, comparators.__name__):
+        raise ValueError(f"the loss {loss.name!r} reads no group_ids: leave them out")
     correction = correct(
         tokens,
         hyperparameters.get("sampler_correction"),
@@ -116,7 +118,7 @@ The arguments:
   mask: [B, T], nonzero where a token is trained. Elsewhere all but the ids may hold anything, even NaN.
   ref_logprobs: f[B, T], log π_ref; None where the reference is the behaviour policy.
   completion_ids: i32[B, T], tells the completions of a packed row apart; None is one completion a row.
-  group_ids: i32[B] or i32[B, T], the prompt of each completion; only `rpg_completions` reads the ids.
+  group_ids: i32[B] or i32[B, T], the prompt of each completion; only `rpg_completions` takes the ids.
   prefix_kl: the KL to the reference at the tokens' prefixes, of `token_divergences`; only "exact" trains on it.
   aggregate: the mean over tokens, a name of `AGGREGATES`; `constant` needs `constant_length`, in tokens.
   The other arguments are the hyperparameters of the loss, explained above.

@@ -86,6 +86,7 @@ def test_each_function_has_the_hyperparameters_of_its_own_loss():
         ("rpg", {"weight": "product"}, "unknown hyperparameter of loss 'rpg': 'weight'"),
         ("rpg", {"group_ids": np.zeros(4, int)}, "group_ids need level='sequence'"),
         ("verl_form", {"group_ids": np.zeros(4, int)}, "group_ids need level='sequence'"),
+        ("ppo", {"group_ids": np.zeros(4, int)}, "'ppo' reads no group_ids: leave them out"),
         ("verl_form", {"clip": "dual_through"}, "unknown clip 'dual_through'. Known: none, dual, truncate, reward"),
         ("verl_form", {"divergence": "rlk"}, "Did you mean 'rkl'"),
         ("rpg_completions", {"aggregate": "token_mean"}, "would not have the gradient of completions"),
