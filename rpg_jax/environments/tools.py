@@ -46,7 +46,7 @@ class ToolUse:
         "environment", "by_source", or "module:function". The score is the reward of the last turn.
       cost: the reward of a turn with n calls is -n · cost.
 
-    Raises ValueError as `make_tool` does, and if the verifier is unknown or asks a server, or two tools have one name.
+    Raises ValueError as `make_tool` and `load` do, if the verifier is unknown or a server's, or two tools share a name.
     """
 
     def __init__(
@@ -59,6 +59,8 @@ class ToolUse:
         found = None if verifier in (BY_SOURCE, JUDGE, ENVIRONMENT) else resolve(verifier)
         if verifier != BY_SOURCE and found is None:
             raise ValueError(f"unknown verifier {verifier!r} of an answer; known: {', '.join([*VERIFIERS, BY_SOURCE])}")
+        if found:
+            found.load()  # now, not after the first conversations: a name that cannot be imported, an async function
         self._verifier, self._cost = found, float(cost)
 
     def reset(self, problem: Posed) -> Sequence[Message]:
@@ -83,8 +85,7 @@ class ToolUse:
 def parse(completion: str) -> tuple[str, list[str]]:
     """Returns (the text outside thoughts and calls, without blanks around it; the text of each call, in order). A call
     is <tool_call>{"name": …, "arguments": {…}}</tool_call>. A call without the closing tag reaches to the end of the
-    completion. Text up to the last </think> is a thought, and its calls do not count. The time is linear in the length.
-    """
+    completion. Text up to the last </think> is a thought, and its calls do not count. The time is linear."""
     text = completion.rpartition(_THOUGHTS)[2]
     return _BLOCK.sub("", text).strip(), _BLOCK.findall(text)
 

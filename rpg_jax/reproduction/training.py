@@ -131,8 +131,7 @@ def significant(m: Mean) -> str:
 
 def equal_cost(table: Table, rows: Rows) -> list[str]:
     """Paragraphs, and a table of the differences in training accuracy at equal updates, completions and seconds. `rows`
-    is {row: {seed: run}}; runs that have not ended are left out. [] if no run has ended or costs differ by at most 5 %.
-    """
+    is {row: {seed: run}}; runs that have not ended are left out. [] if none has ended or costs differ by up to 5 %."""
     ended = {row: own for row, by_seed in rows.items() if (own := {s: run for s, run in by_seed.items() if run.ended})}
     runs = [run for by_seed in ended.values() for run in by_seed.values()]
     totals: dict[str, tuple[float, float]] = {}  # {axis: what the cheapest row spends, what the dearest}

@@ -26,7 +26,7 @@ T = TypeVar("T")
 def load(path: str, kind: str) -> Callable[..., Any]:
     """Imports the module of `path`, "module:name", and returns its function or class of that name. `kind` is the use of
     the function, for the messages: "reward", "environment", "tool", "task". Raises ValueError if the path has another
-    form, an import fails, or there is no such function or class. Other errors of the module pass through."""
+    form, an import fails, there is no such function or class, or a reward is async. Other errors pass through."""
     module, _, name = path.partition(":")
     if not module or not name:
         raise ValueError(f"the {kind} {path!r} is not of the form module:name")
@@ -37,6 +37,8 @@ def load(path: str, kind: str) -> Callable[..., Any]:
         raise ValueError(f"cannot import {module!r} for the {kind} {path!r}: {error}; {where}") from error
     if not callable(found):
         raise ValueError(f"module {module!r} has no function or class {name!r} for the {kind} {path!r}")
+    if kind == "reward" and is_async(found):
+        raise ValueError(f"the reward {path!r} is async: hand the function itself over in Python, or write a plain one")
     return found
 
 

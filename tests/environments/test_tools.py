@@ -133,6 +133,18 @@ def test_options_that_make_no_tool_are_named(options):
         make_tool("calculator", options)
 
 
+async def waits(completion, answer):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("waits", "is async: hand the function"), ("missing", "no function or class")]
+)
+def test_a_verifier_that_cannot_be_called_is_named_when_the_environment_is_made(name, said):
+    with pytest.raises(ValueError, match=said):
+        ToolUse(verifier=f"tests.environments.test_tools:{name}")
+
+
 def test_a_verifier_of_ones_own_may_leave_the_prompt_out():
     for name in ("two", "three"):
         assert ToolUse(verifier=f"tests.environments.test_tools:{name}").step(POSED, [], "85").reward == 1.0
