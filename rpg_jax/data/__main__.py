@@ -6,6 +6,7 @@ python -m rpg_jax.data prepare dapo-math-17k --output=data/train.parquet --again
 """
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -64,12 +65,11 @@ def inspect(options: argparse.Namespace, console: Console) -> None:
         options.sources, options.template = options.sources or seen.sources, options.template or seen.template
     elif options.overrides:
         raise ValueError(f"{options.overrides[0]} needs --config=FILE")
-    if not options.sources:
-        raise ValueError("what to inspect? Give files or data sets, or --config=FILE")
-    problems, report = _load(options)
-    if seen is not None and seen.stage is not None:
-        with seen.stage as stage:
-            problems = stage.opened(problems)
+    with contextlib.nullcontext() if seen is None or seen.stage is None else seen.stage as stage:
+        if not options.sources:
+            raise ValueError("what to inspect? Give files or data sets, or --config=FILE")
+        problems, report = _load(options)
+        problems = problems if stage is None else stage.opened(problems)
     console.print(_counts(problems, report))
     console.print(_columns(report))
     console.print(_lengths(problems, seen))

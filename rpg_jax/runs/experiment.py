@@ -281,9 +281,11 @@ def data_settings(file: str, overrides: Sequence[str]) -> DataSettings:
         config.warm_start.enabled = True  # so that the demonstrations are read as well
     task = Task.from_config(config, held_out=bool(config.task.held_out_sets))
     stage = make_stage(config)
-    if stage is not None:
-        task = task.opened(stage)
-    tokenizer = open_tokenizer(config, task)
+    with contextlib.ExitStack() as failing:
+        if stage is not None:
+            task = task.opened(failing.enter_context(stage))
+        tokenizer = open_tokenizer(config, task)
+        failing.pop_all()  # from here on the caller closes the stage
     t, limit = config.task, config.warm_start.max_tokens or config.rollout.max_tokens
     sources = listed(f"{t.train or ''},{config.warm_start.train or ''}")
     return DataSettings(sources, t.template, tokenizer, t.thinking, t.max_prompt_tokens, limit, stage)

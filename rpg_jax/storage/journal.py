@@ -4,7 +4,7 @@ A group depends only on its key: the weights, the seed, the step, the prompt and
 appends groups to journal/STEP/ as they are completed. On disk each process appends to one file a step, within
 milliseconds. In a bucket each process writes an object every `_FLUSH_SECONDS`, or earlier once `_FLUSH_BYTES` wait.
 
-A journal only saves work. So no fault of the journal stops a run. A damaged record, a file that cannot be read, a key
+A journal only saves work, so no fault of it stops a run. A damaged record, a file that cannot be read, a key
 with another value: stderr says the fault, and the group is sampled again. A failed write ends the journal of its step.
 
 A record is a group of completions with the key under which it was sampled:

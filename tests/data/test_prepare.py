@@ -9,6 +9,7 @@ from rpg_jax.data.__main__ import main
 from rpg_jax.data.prompts import Problem
 from rpg_jax.data.sources import decontaminate, load, write_parquet
 from rpg_jax.data.tokenizer import train_sentencepiece
+from rpg_jax.environments.stage import Stage
 
 WORDS = [f"word{n}" for n in range(15)]
 
@@ -119,6 +120,12 @@ def test_inspect_says_what_each_column_is_and_shows_the_prompt_as_a_config_rende
     assert run("inspect", "--config=configs/tiny.py", *overrides, "--examples=1") == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "the policy reads Play q1!" in out and "0 of 3 prompts" in out, out
+
+    ended, close = [], Stage.close
+    monkeypatch.setattr(Stage, "close", lambda self: ended.append(close(self)))
+    for wrong in ("--config.model.tokenizer=nowhere", "nowhere.jsonl"):
+        assert run("inspect", "--config=configs/tiny.py", *overrides, wrong) == 2, "the environment ends too"
+    assert ended == [None, None]
 
     assert run("inspect") == 2 and "what to inspect?" in capsys.readouterr().err
     assert run("inspect", "--config=configs/tiny.py") == 2 and "makes its problems itself" in capsys.readouterr().err
