@@ -1,13 +1,21 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
 
 from rpg_jax import bench
-from rpg_jax.benchmarks import measure_kernels
+from rpg_jax.benchmarks import measure_kernels, subject
 from rpg_jax.benchmarks.measure_kernels import Case
+
+
+@pytest.mark.parametrize(("system", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_the_peak_of_host_memory_is_in_bytes_where_the_system_counts_bytes_too(monkeypatch, system, unit):
+    monkeypatch.setattr(subject.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3 << 20))
+    monkeypatch.setattr(subject.sys, "platform", system)
+    assert subject.peak_bytes() == (3 << 20) * unit
 
 
 @pytest.mark.slow  # a benchmark

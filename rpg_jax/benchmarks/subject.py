@@ -190,7 +190,8 @@ def peak_flops() -> float | None:
 
 def peak_bytes() -> int:
     """Returns the most bytes of host memory that this process has had resident so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def since_start() -> float:
