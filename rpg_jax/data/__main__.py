@@ -178,9 +178,7 @@ def _parser() -> cli.Parser:
         nargs="*",
         help=f"parquet or JSONL files or folders; {', '.join(HUB)}; hf:owner/name/config/split; reasoning_gym:task",
     )
-    shared.add_argument(
-        "--template", help=f"{', '.join(TEMPLATES)}, or a text with {{question}}; default: as the data is"
-    )
+    shared.add_argument("--template", help=f"{', '.join(TEMPLATES)}, or a text with {{question}}; default: the data's")
     shared.add_argument("--source", help="overrides data_source, which decides the verifier under reward by_source")
     shared.add_argument(
         "--count", type=cli.number(int, 1), default=1000, help="problems of a generator (default %(default)s)"

@@ -132,9 +132,7 @@ def apply_template(template: str, question: str) -> str:
     a text. Raises ValueError if the text has not exactly one {question}."""
     text = TEMPLATES.get(template, template)
     if text.count("{question}") != 1:
-        raise ValueError(
-            f"unknown prompt template {template!r}; known: {', '.join(TEMPLATES)}, or a text with {{question}}"
-        )
+        raise ValueError(f"unknown template {template!r}; known: {', '.join(TEMPLATES)}, or a text with {{question}}")
     before, after = text.split("{question}")  # not str.format: questions and templates are full of LaTeX braces
     return before + question + after
 

@@ -26,6 +26,7 @@ from rpg_jax.data.rows import (
     whole_number_shape,
 )
 from rpg_jax.losses.declaration import unknown
+from rpg_jax.storage.files import distinct
 
 _SHOWN = 5
 
@@ -163,9 +164,7 @@ def _files(path: Path) -> Rows:
         raise ValueError(f"no .parquet or .jsonl file in the folder {path}")
     for file in files:
         if file.suffix not in readers:
-            raise ValueError(
-                f"{file}: cannot read {file.suffix or 'a file without suffix'}; known: {', '.join(readers)}"
-            )
+            raise ValueError(f"{file}: cannot read {file.suffix or 'a file without suffix'}; take {', '.join(readers)}")
         if file.stat().st_size == 0:
             raise ValueError(f"{file} is empty (0 bytes)")
         yield from readers[file.suffix](file)
@@ -194,7 +193,7 @@ def _jsonl(file: Path) -> Rows:
         lines.seek(0)
         if first[:1] == b"[":
             try:
-                rows = json.loads(lines.read())
+                rows = json.loads(lines.read(), object_pairs_hook=distinct)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{file} is not a readable JSON array: {error}") from error
             yield from ((f"{file}, entry {number}", row) for number, row in enumerate(rows))
@@ -203,7 +202,7 @@ def _jsonl(file: Path) -> Rows:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line, object_pairs_hook=distinct)
             except (ValueError, RecursionError) as error:
                 row = BadRow(f"not JSON: {error}")
             yield f"{file}, line {number}", row

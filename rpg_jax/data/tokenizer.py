@@ -228,9 +228,7 @@ class HuggingFaceTokenizer(Tokenizer):
         stops = _stops(generation)
         self.stop_token_ids = tuple(dict.fromkeys(([] if eos is None else [eos]) + stops))
         if not self.stop_token_ids:
-            raise ValueError(
-                f"{file.parent} names no end-of-text token in tokenizer_config.json, generation_config.json"
-            )
+            raise ValueError(f"{file.parent} has no end-of-text token in tokenizer_config.json, generation_config.json")
         self.eos_id = self.stop_token_ids[0]
         pad = self._special_id(config, "pad_token")
         self.pad_id = self.eos_id if pad is None else pad

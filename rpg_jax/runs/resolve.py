@@ -17,6 +17,7 @@ from rpg_jax.losses.regularized_pg import TOKEN_SUMS
 from rpg_jax.rewards import verifiers
 from rpg_jax.rewards.callables import load
 from rpg_jax.runs import config_files, logs
+from rpg_jax.storage.files import distinct
 from rpg_jax.types import Count
 
 _BUFFER = 512
@@ -331,8 +332,7 @@ def own_code(config: ConfigDict) -> dict[str, str]:
 def check_trusted(config: ConfigDict, run: object, *, trust: bool, given: str = "") -> None:
     """Raises ValueError, unless `trust` is set, if the config of a run that somebody else may have written names code
     to import or a judge to ask. The message names them and `run`, the run's folder. Loss and advantage do not count:
-    only training imports them. Nor does code in `given`, the `rewards.parts` that a command line put into the config.
-    """
+    only training imports them. Nor does code in `given`, the `rewards.parts` that a command line put in the config."""
     why = [f"imports {n!r} ({f})" for n, f in own_code(config).items() if f[:5] != "loss." and n not in _weights(given)]
     if verifiers.JUDGE in reward_arguments(config)[0]:
         why.append(f"sends completions, and the variable JUDGE_API_KEY, to {config.judge.url!r} (judge.url)")
@@ -350,7 +350,7 @@ def environment_options(config: ConfigDict) -> dict[str, Any]:
 def json_object(field: str, text: str, example: str) -> dict[str, Any]:
     """The object in the JSON `text` of a config field. ValueError for other text, whose fix is the `example`."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=distinct)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{field}={text!r:.100} is not JSON ({error}): write it as {example}") from error
     if not isinstance(value, dict):

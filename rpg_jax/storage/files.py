@@ -155,6 +155,15 @@ def read_object(file: Path) -> dict[str, Any]:
     return value
 
 
+def distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON that people write, as `object_pairs_hook` of `json.loads`: ValueError for a key that repeats,
+    which `json` would take from its last place without a word."""
+    if len(found := dict(pairs)) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} stands twice")
+    return found
+
+
 def read_bytes(file: Path, most: int = 2**26) -> bytes:
     """The bytes of a file of at most `most` bytes. Raises ValueError if it has more, OSError if there is no file."""
     if file.stat().st_size > most:

@@ -62,8 +62,7 @@ class Journal:
     """The journal of one process of a run. `add` and `prune` never wait for the disk: a thread writes and deletes.
 
     The process's files hold at most `max_bytes`; further groups are dropped until `prune` makes room. No method raises
-    an error of the disk or the bucket: stderr says it, and the groups are sampled again. `directory`: also in a bucket.
-    """
+    an error of disk or bucket: stderr says it, and the groups are sampled again. `directory`: also in a bucket."""
 
     def __init__(self, directory: Path | epath.Path, *, max_bytes: int):
         self._directory = absolute(directory)

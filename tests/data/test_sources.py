@@ -146,6 +146,9 @@ def test_an_array_is_read_by_its_first_character_whatever_the_file_is_called(tmp
     for name in ("a.json", "a.jsonl"):
         (tmp_path / name).write_text(json.dumps([{"question": "x", "answer": "1"}], indent=1))
         assert [p.question for p in load(str(tmp_path / name))[0]] == ["x"]
+    (tmp_path / "a.json").write_text('[{"question": "x", "answer": "1", "answer": "2"}]')
+    with pytest.raises(ValueError, match="a.json is not a readable JSON array: the key 'answer' stands twice"):
+        load(str(tmp_path / "a.json"))
 
 
 def test_broken_files_are_named(tmp_path):
@@ -258,6 +261,7 @@ def test_reasoning_gym_is_asked_for_questions_and_never_to_score(monkeypatch):
         ("[" * 100_000, "not JSON"),
         (json.dumps(official(extra_info={"raw_problem": "\ud800"})), "the question holds half of a character"),
         ('{"question": "q", "answer": "1", "samples": 1' + "0" * 400 + "}", "'samples' must be .* 1 to 1000000, got"),
+        ('{"question": "q", "answer": "1", "answer": "2"}', "not JSON: the key 'answer' stands twice"),
         ("\\x00", "not JSON"),
     ],
 )

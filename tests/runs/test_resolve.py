@@ -70,6 +70,10 @@ def resolved(**changes):
             {"loss.arguments": '{"weight": "product"}'},
             "sets weight, which has a field: set loss.weight alone",
         ),
+        (
+            {"loss.arguments": '{"tau": 1, "tau": 2}'},
+            "loss.arguments=.* is not JSON .the key 'tau' stands twice.: write",
+        ),
         ({"loss.constant_length": 5}, "loss.constant_length is read by loss.aggregate=constant, not by"),
         ({"loss.sampler_high": 2.0}, "sampler_high bounds a sampler_correction: name one"),
     ],
