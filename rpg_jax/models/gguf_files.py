@@ -62,8 +62,7 @@ def convert(file: Path, folder: Path, *, weights: bool = True) -> int:
     config and tokenizer alone, and returns 0.
 
     Raises ValueError if the package gguf is not installed, or if the file is damaged or has something that is not
-    computed here; the message names it. Raises OSError if the file cannot be opened, or the folder cannot be written.
-    """
+    computed here; the message names it. Raises OSError if the file cannot be opened or the folder written."""
     reader = _opened(file)
     try:
         metadata = {key: field.contents() for key, field in reader.fields.items()}

@@ -126,8 +126,7 @@ class Saving:
 
     def write_slowly(self, folder: Path, blocks: Iterator[np.ndarray]) -> None:
         """Writes the files of this process, block by block, and takes all `blocks`, the generator that `fetch`
-        returned. Host memory holds two blocks. Makes the folder if it is missing. Raises OSError, which names the file.
-        """
+        returned. Host memory holds two blocks. Makes a missing folder. Raises OSError, which names the file."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, held in self._files[jax.process_index()].items():
             self._write_file(folder / name, held, itertools.islice(blocks, len(held)))

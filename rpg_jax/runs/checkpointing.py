@@ -105,10 +105,8 @@ class Parent:
         in_steps = falls and "step" in (own["optimizer.decay_until"] or "train.steps")
         in_steps |= warmup.unit == "steps" and warmup.number > begun
         if here != there and in_steps:
-            reason = (
-                f"train.updates_per_step times train.epochs is {there} there and {here} here, and steps decide the "
-            )
-            fix = "learning rate: give optimizer.warmup and optimizer.decay_until in updates"
+            reason = f"train.updates_per_step times train.epochs is {there} there and {here} here, and steps decide "
+            fix = "the learning rate: give optimizer.warmup and optimizer.decay_until in updates"
             raise ValueError(self._refused(reason + fix))
 
     def state(self, like: TrainState) -> TrainState:
@@ -174,8 +172,7 @@ def parent_of(config: ConfigDict, files: Path) -> Parent | None:
     If `run.start_from` names no step, the step is the last checkpoint of the parent. A branch that ended before its own
     first checkpoint begins once more from the step that inputs.json in `files`, the folder of the branch, names.
 
-    Raises ValueError if there is no such run or checkpoint or its record is damaged, StorageFailure if storage fails.
-    """
+    Raises ValueError if the run or checkpoint is missing or its record is damaged, StorageFailure if storage fails."""
     if not config.run.start_from:
         return None
     address, step = _parsed(config.run.start_from)

@@ -307,8 +307,7 @@ def needed(name: str) -> Any:
 
 def trackers_of(config: ConfigDict, folder: Path, *, after: int) -> list[Tracker]:
     """Opens the trackers of the config for the run in the local `folder`; `after` is as in `Place`. A tracker that
-    cannot be reached is left out, with a line on stderr. Raises ValueError if a tracker is not known or not installed.
-    """
+    cannot be reached is left out, with a line on stderr. Raises ValueError if a tracker is unknown or not installed."""
     fields = finite(json.loads(config.to_json_best_effort()))
     place = Place(folder, config.run.name, config.log.project, fields, after)
     made: list[Tracker] = []

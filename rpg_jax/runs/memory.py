@@ -203,8 +203,7 @@ def make_decoding(layout: Layout, most: int | None = None) -> rollout.Decoding:
     expert devices each. A copy has all weights, so that a decode step gathers none. Key-value heads that
     `rollout.tensor` does not divide are on each of a copy's devices. Without these fields the weights decode as the
     trainer has spread them, or spread over the devices of a host. A device has `rollout.slots` slots; unset, as many as
-    fit, and at most `most` (None: a step's need). Raises ValueError if the size of a copy does not divide the devices.
-    """
+    fit, at most `most` (None: a step's need). Raises ValueError if the size of a copy does not divide the devices."""
     c, m, mesh, rules = layout.config, layout.config.model, _decoding_mesh(layout), layout.rules
     shardings = None
     if mesh is not layout.mesh:

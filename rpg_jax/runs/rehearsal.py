@@ -53,8 +53,7 @@ class Rehearsal:
 
 def open_rehearsal(e: Experiment) -> Rehearsal | None:
     """The rehearsal of a config; None if `rehearsal.path` is unset. A line on the screen counts the completions. Raises
-    ValueError if the folder has no completions of an evaluation that sampled as the run does, or if `kept` finds none.
-    """
+    ValueError if the folder has no completions of an evaluation that sampled as the run does, or `kept` finds none."""
     if not e.config.rehearsal.path:
         return None
     c, folder = e.config, storage.local(e.config.rehearsal.path)

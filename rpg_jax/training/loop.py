@@ -100,8 +100,7 @@ class Step:
 def take_step(a: Algorithm, state: TrainState, number: int) -> Step:
     """Takes step `number` (the first is 1): samples, scores, computes log-probs and advantages, updates, moves the
     reference, and hands the new weights to the rollout unless `a.fault` stops the run. The arrays of `state` are
-    donated: the returned record has the state after the step. Raises the errors of the collector and of the reference.
-    """
+    donated: the returned record has the state after the step. Raises the errors of collector and reference."""
     clock = Clock()
     sampled = a.collector.take(number - 1, state.params, int(state.updates))
     clock.lap("rollout")

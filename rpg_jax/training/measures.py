@@ -220,8 +220,7 @@ class Guard:
 
     def fault(self, step: int, values: Mapping[str, float], updates: Sequence[Mapping[str, float]]) -> str | None:
         """Returns the reason to stop the run after a step, and the fix; None if there is no reason. Called once a step.
-        `values` are the metrics of the step, and `updates` the metrics of each of its updates. A NaN gap stops the run.
-        """
+        `values` are metrics of the step, and `updates` of each of its updates. A NaN gap stops the run."""
         for update in updates:
             self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if update["nonfinite_updates"] else 0
         gap = values.get("sampler_gap", 0.0)

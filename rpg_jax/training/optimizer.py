@@ -123,8 +123,7 @@ def _schedule_free(
     c_u = m_u² / Σ_{i ≤ u} m_i²,   z ← z − γ_u d,   x ← (1 − c_u) x + c_u z,   y ← (1 − b1) z + b1 x
 
     d is Adam's direction at y, with weight decay. Source: facebookresearch/schedule_free, `adamw_schedulefree.py`. Only
-    y and z are stored, and x = (y − (1 − b1) z) / b1 has 1/b1 of their rounding error. Raises ValueError if b1 < 0.1.
-    """
+    y and z are stored; x = (y − (1 − b1) z) / b1 has 1/b1 of their rounding error. Raises ValueError if b1 < 0.1."""
     if b1 < _LEAST_B1:
         raise ValueError(
             f"optimizer.b1={b1:g} must be at least {_LEAST_B1} for {SCHEDULE_FREE}: it divides by b1 to compute its "

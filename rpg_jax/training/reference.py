@@ -22,17 +22,11 @@ from rpg_jax.types import Count
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """When the reference moves to the present policy. The base class never moves it.
-
-    Attributes, each a config field of its name in the section `reference`:
-      every: K >= 1, in steps or in updates.
-      kl_threshold: κ > 0, nats per token.
-
-    Raises ValueError if a number is out of its range.
-    """
+    """When the reference moves to the present policy. The base class never moves it. Each attribute is a config field
+    of its name in the section `reference`. `every` is K >= 1, in steps or in updates: config files set it for all
+    methods, whichever rule they have. Other attributes belong to a rule. Raises ValueError if K is below 1."""
 
     every: Count
-    kl_threshold: float
 
     meaning: ClassVar[str] = "the policy that the run started from"
     word: ClassVar[str] = "initial"  # what `anchor` says; {0} is the rule
@@ -40,9 +34,8 @@ class Rule:
     watches_kl: ClassVar[bool] = False
 
     def __post_init__(self):
-        if self.every.number < 1 or self.kl_threshold <= 0:
-            given = f"every={self.every}, kl_threshold={self.kl_threshold}"
-            raise ValueError(f"a reference needs every >= 1 and kl_threshold > 0, got {given}")
+        if self.every.number < 1:
+            raise ValueError(f"a reference needs every >= 1, got every={self.every}")
 
     def anchor(self) -> str | None:
         """Returns a word for tables: the policy to which the KL is measured; None is the behaviour policy."""
@@ -84,10 +77,18 @@ class EveryK(Rule):
         return (1 if self.every.unit == "steps" else updates_per_step) % self.every.number != 0
 
 
+@dataclasses.dataclass(frozen=True)
 class Threshold(Rule):
+    kl_threshold: float  # κ > 0, nats per token
+
     meaning = "the policy at the end of a step in which the moving average of the token KL, the metric `kl`, passed κ"
     word = "κ = {0.kl_threshold}"
     watches_kl = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.kl_threshold > 0:
+            raise ValueError(f"a reference needs kl_threshold > 0, got kl_threshold={self.kl_threshold}")
 
     def moves_at(self, kl_average: float) -> bool:
         return kl_average > self.kl_threshold
@@ -110,6 +111,15 @@ def make_rule(section: Mapping[str, Any]) -> Rule:
     rule = lookup(RULES, "reference rule", section["rule"])
     own = {field.name: section[field.name] for field in dataclasses.fields(rule) if field.name in section}
     return rule(**own | {"every": Count.parse(section["every"], "reference.every")})
+
+
+def check_read(section: Mapping[str, Any], unset: Mapping[str, Any]) -> None:
+    """Raises ValueError if `section` sets a number that its rule does not read. `unset` has the fields' defaults."""
+    takes = {name: {field.name for field in dataclasses.fields(rule)} for name, rule in RULES.items()}
+    for reader, numbers in takes.items():
+        if unread := [name for name in numbers - takes[section["rule"]] if section[name] != unset[name]]:
+            given = f"reference.{unread[0]}={section[unread[0]]} has no effect with reference.rule={section['rule']}"
+            raise ValueError(f"{given}: set reference.rule={reader}, or leave it out")
 
 
 class Taught(NamedTuple):

@@ -142,7 +142,7 @@ def test_prune_keeps_what_a_checkpoint_needs(tmp_path):
 
 @pytest.mark.parametrize("change", [{"rule": "sometimes"}, {"every": NEVER}, {"kl_threshold": 0.0}])
 def test_bad_settings_are_named(tmp_path, change):
-    rule = change.pop("rule", "every")
+    rule = change.pop("rule", "kl")
     with pytest.raises(ValueError, match="sometimes" if rule == "sometimes" else next(iter(change))):
         make(tmp_path, rule, **change)
 
