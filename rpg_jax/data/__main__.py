@@ -2,6 +2,7 @@
 
 python -m rpg_jax.data inspect data/aime-2024.parquet
 python -m rpg_jax.data inspect --config=configs/mine.py --config.task.train=mine.jsonl      (as this config reads them)
+python -m rpg_jax.data inspect --config=configs/mine.py --config.task.name=module:Class     (the problems that it makes)
 python -m rpg_jax.data prepare dapo-math-17k --output=data/train.parquet --against data/aime25.parquet
 """
 
@@ -55,23 +56,28 @@ def prepare(options: argparse.Namespace, console: Console) -> None:
 def inspect(options: argparse.Namespace, console: Console) -> None:
     """Prints counts by source, columns, lengths, bad rows and the first `options.examples` problems of the sources.
     With a config file, `options.config`, the config gives the sources and the template that the command line leaves
-    out, and its environment opens the problems. The output then counts tokens too, and prompts and demonstrations that
-    are too long. Raises ValueError without sources, for a wrong config or overrides without one, and as `load` does."""
+    out, or makes the problems itself, and its environment opens the problems. The output then counts tokens too, and
+    prompts and demonstrations that are too long. Raises ValueError without sources, for a wrong config or overrides
+    without one, for sources beside a config that makes its problems, and as `load` does."""
     seen = None
     if options.config is not None:
         from rpg_jax.runs import experiment  # loads JAX: inspecting without a config need not wait for it
 
         seen = experiment.data_settings(options.config, options.overrides)
+        if seen.made and (options.sources or options.template or options.source):
+            own = f"--config={options.config} makes its problems itself: leave out files, --template and --source"
+            raise ValueError(f"{own}, or add --config.task.name=files")
         options.sources, options.template = options.sources or seen.sources, options.template or seen.template
     elif options.overrides:
         raise ValueError(f"{options.overrides[0]} needs --config=FILE")
     with contextlib.nullcontext() if seen is None or seen.stage is None else seen.stage as stage:
-        if not options.sources:
+        if not options.sources and not (seen and seen.made):
             raise ValueError("what to inspect? Give files or data sets, or --config=FILE")
-        problems, report = _load(options)
+        problems, report = (seen.made, Report(len(seen.made))) if seen and seen.made else _load(options)
         problems = problems if stage is None else stage.opened(problems)
     console.print(_counts(problems, report))
-    console.print(_columns(report))
+    if report.taken:
+        console.print(_columns(report))
     console.print(_lengths(problems, seen))
     if report.bad:
         console.print(_bad_rows(report))
@@ -114,13 +120,14 @@ def _columns(report: Report) -> rich.table.Table:
 
 
 def _limits(problems: Sequence[Problem], seen: Any) -> Iterator[str]:
-    """Yields two lines: how many prompts are too long for `seen`, a `DataSettings`, and how many demonstrations."""
+    """Yields lines: how many prompts are too long for `seen`, a `DataSettings`, and how many demonstrations of rows."""
     prompts = [len(encode_prompt(p, seen.tokenizer, thinking=seen.thinking)) for p in problems]
     long = sum(n > seen.max_prompt_tokens for n in prompts)
     yield f"{long} of {len(prompts)} prompts are longer than task.max_prompt_tokens={seen.max_prompt_tokens}"
     shown = [len(seen.tokenizer.encode(text)) + 1 for p in problems for text in p.demonstrations]
     cut = sum(n > seen.max_tokens for n in shown)
-    yield f"{cut} of {len(shown)} demonstrations are cut off after {seen.max_tokens} tokens (warm_start.max_tokens)"
+    if not seen.made:
+        yield f"{cut} of {len(shown)} demonstrations are cut off after {seen.max_tokens} tokens (warm_start.max_tokens)"
 
 
 def _lengths(problems: Sequence[Problem], seen: Any) -> rich.table.Table:
@@ -180,9 +187,7 @@ def _parser() -> cli.Parser:
     )
     shared.add_argument("--template", help=f"{', '.join(TEMPLATES)}, or a text with {{question}}; default: the data's")
     shared.add_argument("--source", help="overrides data_source, which decides the verifier under reward by_source")
-    shared.add_argument(
-        "--count", type=cli.number(int, 1), default=1000, help="problems of a generator (default %(default)s)"
-    )
+    shared.add_argument("--count", type=cli.number(int, 1), default=1000, help="problems of a generator (default 1000)")
     shared.add_argument("--seed", type=int, default=0, help="of a generator (default %(default)s)")
 
     prepare_ = commands.add_parser("prepare", parents=[shared], help="convert, deduplicate, decontaminate, write")

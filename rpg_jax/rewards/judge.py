@@ -140,8 +140,7 @@ class Server:
 
 class Judge:
     """Asks a server for verdicts. Several threads may use one judge, which remembers its last 100,000 scores. The
-    environment variable JUDGE_API_KEY, if set, is sent as a bearer token. `sleep` waits the seconds between attempts.
-    """
+    environment variable JUDGE_API_KEY, if set, is sent as a bearer token. `sleep` waits seconds between attempts."""
 
     def __init__(self, server: Server, *, sleep: Callable[[float], None] = time.sleep):
         self.server, self._sleep = server, sleep

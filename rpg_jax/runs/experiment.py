@@ -253,10 +253,12 @@ def evaluation_generator(experiment: Experiment, own: rollout.Rollout, scorer: S
 
 
 class DataSettings(NamedTuple):
-    """How a config reads rows from `sources`, files or data sets, and shows them to the policy. `template` None keeps
-    the data's own prompts. `max_tokens` limits a demonstration. `stage` plays the environment; None: there is none."""
+    """How a config reads rows from `sources`, files or data sets, and shows them to the policy. A task that makes its
+    problems itself has no sources, and its training problems are `made`. `template` None keeps the data's own prompts.
+    `max_tokens` limits a demonstration. `stage` plays the environment; None: there is none."""
 
     sources: list[str]
+    made: list[data.Problem]
     template: str | None
     tokenizer: data.Tokenizer
     thinking: bool
@@ -270,25 +272,21 @@ def data_settings(file: str, overrides: Sequence[str]) -> DataSettings:
 
     Loads the problems and the demonstrations, and starts the environment, which the caller closes. If neither
     `model.tokenizer` nor `model.path` is set, a tokenizer is trained, and its file is deleted. Raises ValueError if the
-    config is wrong, `task.name` is not "files", or the data or the environment could not start a run."""
+    config is wrong, or the problems or the environment could not start a run."""
     config = with_method(config_files.load(file, overrides).config)
-    if config.task.name != "files":
-        raise ValueError(
-            f"--config={file}: task.name={config.task.name!r} makes its problems itself; files are inspected with "
-            "--config.task.name=files --config.task.train=SOURCE"
-        )
     with config.unlocked():
         config.warm_start.enabled = True  # so that the demonstrations are read as well
+    reads = config.task.name == "files"
     task = Task.from_config(config, held_out=bool(config.task.held_out_sets))
-    stage = make_stage(config)
+    made, stage = [] if reads else task.train, make_stage(config)
     with contextlib.ExitStack() as failing:
         if stage is not None:
             task = task.opened(failing.enter_context(stage))
         tokenizer = open_tokenizer(config, task)
         failing.pop_all()  # from here on the caller closes the stage
     t, limit = config.task, config.warm_start.max_tokens or config.rollout.max_tokens
-    sources = listed(f"{t.train or ''},{config.warm_start.train or ''}")
-    return DataSettings(sources, t.template, tokenizer, t.thinking, t.max_prompt_tokens, limit, stage)
+    sources = listed(f"{t.train or ''},{config.warm_start.train or ''}") if reads else []
+    return DataSettings(sources, made, t.template, tokenizer, t.thinking, t.max_prompt_tokens, limit, stage)
 
 
 def _decoding_base(layout: Layout, decoding: rollout.Decoding, base: models.Base) -> models.Base:

@@ -303,8 +303,7 @@ def _without(
 def write_rows(rows: Sequence[Mapping[str, Any]], run_dir: str) -> str:
     """Writes rows to `run_dir`/rows/DIGEST.jsonl, one JSON object a line, and returns the path. Equal rows give the
     same path. If `run_dir` is in a bucket, the file is in the local folder runs/rows: each host reads its own. Raises
-    ValueError if a local `run_dir` has a comma, or a row is no dict of JSON values; the message has its number, from 0.
-    """
+    ValueError if a local `run_dir` has a comma, or a row is no dict of JSON values; the message counts rows from 0."""
     content = "".join(_json_line(number, row) + "\n" for number, row in enumerate(rows)).encode()
     folder = Path("runs" if storage.in_bucket(run_dir) else run_dir) / _FOLDER
     if "," in str(folder):

@@ -128,7 +128,35 @@ def test_inspect_says_what_each_column_is_and_shows_the_prompt_as_a_config_rende
     assert ended == [None, None]
 
     assert run("inspect") == 2 and "what to inspect?" in capsys.readouterr().err
-    assert run("inspect", "--config=configs/tiny.py") == 2 and "makes its problems itself" in capsys.readouterr().err
+
+
+MAKES = """
+from rpg_jax.data import Problem
+
+class Makes:
+    def __init__(self, held_out):
+        pass
+
+    def problems(self, name, count=None):
+        return [Problem(n, f"{n}=", str(n), "made", question=f"{n}") for n in range(3)]
+
+    def texts(self):
+        return ["0123456789="]
+"""
+
+
+def test_inspect_shows_the_problems_that_a_class_of_ones_own_makes(files, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
+    (files / "makes.py").write_text(MAKES, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(files))
+    config = ("--config=configs/tiny.py", "--config.task.name=makes:Makes", "--config.task.max_prompt_tokens=1")
+    assert run("inspect", *config, "--examples=1") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for text in ("3 rows: 3 problems", "the policy reads 0=", "3 of 3 prompts are longer than"):
+        assert text in out, out
+    for more in (files / "train.jsonl", "--template=none", "--source=mine"):
+        assert run("inspect", more, *config) == 2
+        assert "makes its problems itself: leave out files, --template and --source" in capsys.readouterr().err
 
 
 def test_fewer_examples_than_none_are_refused(files, capsys):
