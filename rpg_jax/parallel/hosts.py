@@ -252,13 +252,14 @@ def checksums_of_leaves(tree: Tree) -> jax.Array:
     patterns, places and the array's path in the tree. They are equal under every sharding."""
     tree = jax.device_put(tree, jax.memory.Space.Device)  # some leaves may wait in host memory
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return jnp.stack([_folded(x, zlib.crc32(jax.tree_util.keystr(path).encode())) for path, x in leaves])
+    return jnp.stack([_folded(x, jnp.uint32(zlib.crc32(jax.tree_util.keystr(path).encode()))) for path, x in leaves])
 
 
-def _folded(x: jax.Array, salt: int) -> jax.Array:
+@jax.jit  # leaves of one shape are traced once
+def _folded(x: jax.Array, salt: jax.Array) -> jax.Array:
     """Returns two sums u32[2] over the elements, each mixed with its place and `salt`; their order changes no sum."""
     words = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.itemsize])
-    place, stride = jnp.uint32(salt), 1
+    place, stride = salt, 1
     for axis in reversed(range(words.ndim)):
         place += jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(stride % 2**32)
         stride *= words.shape[axis]
