@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import functools
 import resource
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
