@@ -46,9 +46,7 @@ from rpg_jax.training.step import Frozen
 def arguments(parser: cli.Parser) -> None:
     """Adds the options of this command to its parser."""
     subject.arguments(parser)
-    parser.add_argument(
-        "--repeats", type=cli.number(int, 1), default=7, help="timed updates of each setting (default 7)"
-    )
+    parser.add_argument("--repeats", type=cli.number(int, 1), default=7, help="timed updates of a setting (default 7)")
     parser.add_beside("another setting, as model.lora.rank=16 or model.lora.rank=4,model.remat=full; may be repeated")
 
 

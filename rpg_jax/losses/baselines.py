@@ -143,6 +143,4 @@ def cispo(
 def _require_reference(tokens: Tokens, name: str, kl_coef: float | jax.Array) -> None:
     off = not isinstance(kl_coef, jax.Array) and kl_coef == 0
     if tokens.ref_logprobs is None and not off:
-        raise ValueError(
-            f"{name} with kl_coef={kl_coef} needs ref_logprobs of a fixed reference; pass them or kl_coef=0"
-        )
+        raise ValueError(f"{name} with kl_coef={kl_coef} needs ref_logprobs of a fixed reference, or kl_coef=0")

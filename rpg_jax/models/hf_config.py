@@ -162,9 +162,7 @@ def _written_scaling(rope: Rope) -> dict[str, Any] | None:
 def _refuse_what_is_not_computed(fields: Mapping[str, Any], model_type: str) -> None:
     kinds = set(fields.get("layer_types") or ()) - {"full_attention"}
     if fields.get("use_sliding_window") or kinds:
-        raise ValueError(
-            f"sliding-window attention is not supported (use_sliding_window or layer_types {sorted(kinds)})"
-        )
+        raise ValueError(f"sliding-window attention is unsupported (use_sliding_window or layer_types {sorted(kinds)})")
     expected: dict[str, Any] = {"hidden_act": "silu", "quantization_config": None}
     expected |= {"partial_rotary_factor": 1.0, "use_mrope": False}
     if model_type != "qwen2":

@@ -120,9 +120,7 @@ def settings(heartbeat_timeout: int | None = None) -> dict[str, Any] | None:
     processes, process_id = _number("JAX_NUM_PROCESSES"), _number("JAX_PROCESS_ID")
     if not coordinator:
         if processes is not None and processes > 1:
-            raise ValueError(
-                f"{processes} processes need JAX_COORDINATOR_ADDRESS=HOST:{PORT}, the address of the first"
-            )
+            raise ValueError(f"{processes} processes need JAX_COORDINATOR_ADDRESS=HOST:{PORT}, the first's address")
         return None
     if processes is not None and (process_id is None or not 0 <= process_id < processes):
         raise ValueError(f"JAX_PROCESS_ID must be in 0..{processes - 1}, got {process_id}")

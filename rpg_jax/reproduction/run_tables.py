@@ -153,8 +153,7 @@ def _steps_done(plan: PlannedRun, out: Path) -> tuple[int, bool]:
 
 def check_config(plan: PlannedRun, out: Path, extra: Sequence[str]) -> None:
     """Raises ValueError, which names the fields, if the run of `plan` has begun in `out` with another config than now.
-    Fields that a resumed run may change, such as `mesh.*`, do not count. `train.steps` counts, although it may change.
-    """
+    Fields that a resumed run may change, as `mesh.*`, do not count. `train.steps` counts, although it may change."""
     if there := read_config(out / "runs" / plan.name):
         config = config_files.load(plan.config, arguments(plan, out, extra)[1:]).config
         differing = run_folder.differing(there, run_folder.as_json(resolve.with_method(config)))

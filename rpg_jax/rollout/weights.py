@@ -184,8 +184,7 @@ def _layout(
     change: Callable[[Base | None, Params], Params], params: Params, shardings: Params | None
 ) -> Callable[[Base | None, Params], Params]:
     """Returns a function of (base, weights like `params`) that brings `change` of them into `shardings`. If these have
-    devices of this host alone, and `params` also of others, this is the host's own copy, and all hosts call together.
-    """
+    devices of this host alone, and `params` also of others, this is the host's own copy, all hosts call together."""
     leaf, where = jax.tree.leaves(params)[0], jax.tree.leaves(shardings)
     spans_hosts = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
     if not (spans_hosts and where and where[0].is_fully_addressable):

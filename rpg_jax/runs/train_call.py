@@ -178,9 +178,7 @@ def prepared(
         _refuse(overrides, "model", "model.path")
         overrides = {"model.path": fspath(model), **overrides}
     elif fits and "model.path" not in overrides:
-        raise ValueError(
-            'which model? Give model=FOLDER or "OWNER/NAME" of the hub, or a config, as rpg_jax.train("tiny")'
-        )
+        raise ValueError('which model? model=FOLDER or "OWNER/NAME" of the hub, or a config, as rpg_jax.train("tiny")')
     chosen, file = _opened("base" if config is None else config, overrides)
     if fits:
         chosen = config_files.changed(chosen, neutral(overrides) | dict(overrides))

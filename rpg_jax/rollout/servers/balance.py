@@ -75,7 +75,8 @@ class Balance:
     A server without room (429) gets fewer calls at once, and then slowly more while it answers. Failures and refusals
     of calls that were under way together count once. A server whose address is no longer found gets no further calls.
 
-    `run` and `ask` run in one event loop; `run` must run all the time. Any thread may call `use`, `begin` and `counts`.
+    `run` and `ask` run in one event loop; `run` must run all the time. An error in `run` is raised by every `ask` that
+    waits or comes later. Any thread may call `use`, `begin` and `counts`.
 
     Args:
       addresses: the URLs of the servers, or a function that looks for the URLs and is called every five seconds.
@@ -101,6 +102,7 @@ class Balance:
         self._parallel, self._patience, self._rest = parallel, patience, rest
         self._servers, self._watching = dict[str, Server](), set[asyncio.Task[None]]()
         self._waiting = deque[_Waiting]()
+        self._ended: BaseException | None = None
         self._weights: Loadable | None = None
         self._answered = self._said = time.monotonic()
         self._not_found = "no address is known yet"
@@ -150,10 +152,19 @@ class Balance:
                     self._dispatch()
                     self._say(now)
                 await asyncio.sleep(_TICK_SECONDS)
+        except Exception as error:
+            self._ended = error
+            self._give_up(error)
+            raise
         finally:
             for task in self._watching:
                 task.cancel()
             await self._client.close()
+
+    def _give_up(self, error: BaseException) -> None:
+        while self._waiting:
+            if not (call := self._waiting.popleft().call).done():
+                call.set_exception(error)
 
     async def ask(self, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
         """Posts `body` to /v1/completions of a server, and returns `read(JSON of the answer)`. If a server does not
@@ -192,7 +203,9 @@ class Balance:
 
     async def _take(self, failed: set[Server]) -> Call:
         """Waits for a server, and counts a call there. A server in `failed` is taken only if no other server lives.
-        Raises ServerError if no server has answered for `patience` seconds."""
+        Raises ServerError if no server has answered for `patience` seconds, and the error that has ended `run`."""
+        if self._ended is not None:
+            raise self._ended
         wait = _Waiting(failed, asyncio.get_running_loop().create_future())
         if failed:
             self._waiting.appendleft(wait)  # it has waited before
@@ -243,12 +256,8 @@ class Balance:
         said = "; ".join(server.said for server in servers) or self._not_found
         if now - self._answered > self._patience:
             message = f"no server has answered for {self._patience:g} s (servers.patience_seconds): {said}"
-            while self._waiting:
-                if not (call := self._waiting.popleft().call).done():
-                    call.set_exception(ServerError(message))
-        elif now - self._answered > _SAY_AFTER and now - self._said > (
-            _SAY_EVERY if self._said > self._answered else 0
-        ):
+            self._give_up(ServerError(message))
+        elif now - self._answered > _SAY_AFTER and now - self._said > _SAY_EVERY * (self._said > self._answered):
             self._said = now
             print(f"waiting for servers since {now - self._answered:.0f} s: {said}", file=sys.stderr, flush=True)
 
@@ -299,7 +308,13 @@ class Balance:
                 self._servers[url] = server = Server(Caller(url, self._client), self._parallel, self._rest)
                 server.idle = time.monotonic()
                 self._watching.add(task := asyncio.create_task(self._watch(server)))
-                task.add_done_callback(self._watching.discard)
+                task.add_done_callback(self._watched)
+
+    def _watched(self, task: asyncio.Task[None]) -> None:
+        self._watching.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._ended = error  # nobody would end the rest of its server
+            self._give_up(error)
 
     async def _watch(self, server: Server) -> None:
         """Asks a server for its health while the server rests, and when it is silent during calls or with weights. Good

@@ -264,8 +264,7 @@ def _resolver(text: str, check: Callable[[str], str], field: str) -> Look:
 
 def _lines(path: epath.Path, check: Callable[[str], str]) -> list[str]:
     """The distinct addresses, sorted, in a file, or in all files of a folder whose names do not begin with a dot. Lines
-    that `check` refuses are skipped. Raises ValueError if `check` refuses all lines, OSError if a file cannot be read.
-    """
+    that `check` refuses are skipped. Raises ValueError if `check` refuses all, OSError if a file cannot be read."""
     files = [file for file in path.iterdir() if not file.name.startswith(".")] if path.is_dir() else [path]
     lines = [line.partition("#")[0].strip() for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     found, faults = set[str](), list[ValueError]()

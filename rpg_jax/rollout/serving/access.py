@@ -162,9 +162,7 @@ def file_of(folder: str, name: str | None, port: int) -> epath.Path:
     of another kind, or the name has other signs than letters, digits and "-_.", or begins with none of A-Za-z0-9."""
     name = f"{socket.gethostname()}-{port}" if name is None else name
     if not re.fullmatch(r"[A-Za-z0-9][-\w.]*", name):
-        raise ValueError(
-            f"--announce_name={name!r} is no file name: use letters, digits and -_., a letter or digit first"
-        )
+        raise ValueError(f"--announce_name={name!r} is no file name: letters, digits and -_., a letter or digit first")
     return storage.absolute(folder) / name
 
 

@@ -409,3 +409,28 @@ def test_a_thousand_completions_wait_without_a_thread_each_and_one_that_is_given
     assert failed[0] - before <= 10, "one a call in the stand-in"
     until(lambda: not first_of(rollout).calls and not rollout._balance._waiting)
     assert same(rollout.generate(ONE), ONE)
+
+
+@pytest.mark.parametrize("place", ["_say", "_watch"])
+def test_an_error_that_ends_the_balance_is_the_error_of_all_that_waits_and_comes(place, monkeypatch):
+    def gone(*_):
+        raise OSError("stderr is gone")
+
+    async def gone_later(*_):
+        gone()
+
+    monkeypatch.setattr(balance.Balance, place, gone if place == "_say" else gone_later)
+
+    async def ask():
+        made = balance.Balance(["http://127.0.0.1:1"], Client(timeout=1), KINDS["vllm"], parallel=1, patience=60)
+        made.use(balance.Loadable("", "", 0))
+        running = asyncio.create_task(made.run())
+        try:
+            for _ in range(2):
+                with pytest.raises(OSError, match="stderr is gone"):
+                    await asyncio.wait_for(made.ask({}, dict), 2)
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+
+    asyncio.run(ask())
