@@ -157,8 +157,7 @@ def _differences(table: Table, rows: Rows, last: Mapping[str, Values]) -> list[s
 
 def paper_table(table: str) -> list[str]:
     """A paragraph and a table in Markdown: the paper's accuracies in %, Last and Best, of `table`, a name in
-    paper_tables.json. "(!)" marks a Last that is larger than the Best beside it. Raises KeyError for an unknown name.
-    """
+    paper_tables.json. "(!)" marks a Last that is larger than the Best beside it. Raises KeyError for unknown names."""
     published = json.loads(PAPER.read_text(encoding="utf-8"))
     rows, flagged = [], False
     for row, by_set in published[table].items():

@@ -59,8 +59,7 @@ def make_table(name: str, table: Table, options: TableOptions) -> tuple[Path, di
     `options.out`/NAME. Blocks until then. Returns (the path of the page, {"row, seed N": log} of failed runs). A row
     whose scan chose no rate is left out. This process uses only the CPU from now on. Raises ValueError if a run would
     be refused, a reported seed also chooses rates, another command is at work in `options.out`, a run there has another
-    config, the runs of `options.kept` do not fit, or no run has a score. The errors of signals are as in `train_runs`.
-    """
+    config, the runs of `options.kept` do not fit, or no run has a score. Errors of signals are as in `train_runs`."""
     jax.config.update("jax_platforms", "cpu")  # for this process: the accelerator belongs to the runs
     check_table(table, options.extra)
     kept = results.load(options.kept) if options.kept else None

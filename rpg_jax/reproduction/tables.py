@@ -116,8 +116,7 @@ def crossed(
 ) -> Table:
     """The table of each of `rows`, {name: overrides}, with every combination of `fields`, {field: values}, row by row.
     The first combination of a row is compared with the first row of the table; the other combinations of the row are
-    compared with its first. A row is named as "GRPO, lr 3e-4"; `swept` is filled. Needs a row, and a value per field.
-    """
+    compared with its first. A row is named as "GRPO, lr 3e-4"; `swept` is filled. Needs a row and a value per field."""
     combinations = [dict(zip(fields, values, strict=True)) for values in itertools.product(*fields.values())]
     made: dict[str, tuple[str, ...]] = {}
     swept: dict[str, tuple[str, Mapping[str, Any]]] = {}

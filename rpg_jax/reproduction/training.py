@@ -104,8 +104,7 @@ def _difference(table: Table, row: str, values: Values) -> Mean | None:
 
 def difference_table(table: Table, rows: Iterable[str], columns: Mapping[str, Values], corner: str = "") -> str:
     """A table in Markdown of differences to the compared rows, paired by seed, with 95 % intervals. `columns` is
-    {column: {row: {seed: points}}}. Of `rows`, those with a difference have a line. `corner` is the head of the rows.
-    """
+    {column: {row: {seed: points}}}. Of `rows`, those with a difference have a line. `corner` heads the rows."""
     found = {row: [_difference(table, row, values) for values in columns.values()] for row in rows}
     shown = {row: own for row, own in found.items() if any(own)}
     lines = [[row, *(_starred(d) if d else "–" for d in own), table.compared_with(row)] for row, own in shown.items()]

@@ -242,9 +242,8 @@ class Policy:
                 raise ValueError(f"completion {i} has a token outside 0..{layout.model.vocab_size - 1}")
             if not scored or prompts[i] != prompts[i - 1]:
                 scored.append(data.Example(prompt, []))
-            scored[-1].completions.append(
-                Completion(tokens.astype(np.int32), np.zeros(len(tokens), np.float32), "stop", 0)
-            )
+            unknown = np.zeros(len(tokens), np.float32)
+            scored[-1].completions.append(Completion(tokens.astype(np.int32), unknown, "stop", 0))
         if not scored:
             return []
         packed = data.pack(scored, _shape(scored, layout), pad_id=tokenizer.pad_id, sharding=layout.row_sharding)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -136,7 +137,8 @@ class Client:
 
 
 class Caller:
-    """Calls one server at `url`, an address from `client.check`. Calls may be under way at the same time."""
+    """Calls one server at `url`, an address from `client.check`. Calls may be under way at the same time. A call raises
+    ServerError if this process has too many open files."""
 
     def __init__(self, url: str, client: Client):
         self.url, self._client = url, client
@@ -186,6 +188,9 @@ class Caller:
             # The messages of aiohttp repeat the address, so the error number gives the reason. Errors of TLS keep their
             # message: it says more than the number.
             number = None if isinstance(error, aiohttp.ClientSSLError) else getattr(error, "errno", None)
+            if number == errno.EMFILE:
+                what = f"this process has too many open files to call {self.url}: raise the limit, as by ulimit -n"
+                raise ServerError(f"{what} 65536, or lower servers.parallel") from None
             named = number and (os.strerror(number) if number > 0 else getattr(error, "strerror", ""))  # < 0: DNS
             reason = named or str(error) or type(error).__name__
             raise Unavailable(f"{self.url}{path}: {reason}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import socket
 import threading
@@ -135,6 +136,15 @@ def test_a_server_that_admits_fewer_than_it_is_asked_for_is_kept_full(stand_in, 
     assert seconds_for(found, most) < 2 * seconds_for(known, most)
     counts = found.take_counts()
     assert 0 < counts["servers/refused"] < 40 and counts["servers/failures"] == 0 and counts["servers/loads"] == 1
+
+
+def test_too_many_open_files_of_this_process_are_no_failure_of_a_server(monkeypatch):
+    def refused(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Client, "request", refused)
+    with pytest.raises(RolloutError, match="this process has too many open files to call http://a: .*ulimit -n"):
+        asyncio.run(posted("http://a"))
 
 
 FULL = Unavailable("full", status=429)
