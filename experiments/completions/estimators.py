@@ -4,67 +4,22 @@ A completion's gradient is Σ_t G_t ∇log π_θ(a_t). Its mean and variance und
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from experiments.completions.trees import Prompt, Tree
-from experiments.estimators.estimators import Moments
+from experiments.estimators.estimators import NO_CLIP, Estimator, Moments, Scalar, added, library
 from experiments.estimators.scenes import divergence_to
-from rpg_jax.losses import LOSSES, PrefixKL, completions, divergences, token_loss
+from rpg_jax.losses import PrefixKL, completions, divergences
 from rpg_jax.losses.divergences import DIVERGENCES
 from rpg_jax.losses.tokens import Tokens, checked
 
-Scalar = jax.Array | float
-# (tokens, β) -> the loss of every token, f[B, T]
-Losses = Callable[[Tokens, Scalar], jax.Array]
-NO_CLIP = {"clip_low": 1 - 1e-9, "clip_high": 1e9, "clip_dual": None}
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimator:
-    """One row of the laboratory.
-
-    Attributes:
-      name: its name in tables, without the divergence.
-      term: its KL term, for example URKL or k₃.
-      losses: its loss.
-      meant: the divergence that it is meant to descend, `forward` or `reverse`.
-      baseline: the name of the divergence whose leave-one-out baseline it subtracts, or None.
-      present: the baseline has the others' log(π_θ/π_ref), not log(π_old/π_ref) as `rpg` computes it from `group_ids`.
-    """
-
-    name: str
-    term: str
-    losses: Losses
-    meant: str
-    baseline: str | None = None
-    present: bool = False
-
-    @property
-    def key(self) -> str:
-        return f"{self.name}: {self.term}"
-
-
-def library(name: str, **hyperparameters: Any) -> Losses:
-    """A loss of `rpg_jax.losses`; losses with a KL term are given β."""
-    regularized = "kl_coef" in LOSSES[name].hyperparameters
-
-    def losses(tokens: Tokens, kl_coef: Scalar) -> jax.Array:
-        return token_loss(name, tokens, **hyperparameters, **({"kl_coef": kl_coef} if regularized else {})).values
-
-    return losses
-
-
-def k2_in_the_loss(tokens: Tokens, kl_coef: Scalar) -> jax.Array:
-    return library("ppo", **NO_CLIP)(tokens, kl_coef) + kl_coef * divergences.k2(-tokens.log_r)
-
 
 def rpg(name: str, divergence: str, present: bool = False, **options: Any) -> Estimator:
-    """A row of the `rpg` loss without clip; `sequence` subtracts the KL's leave-one-out baseline."""
-    losses = library("rpg", divergence=divergence, clip="none", **options)
+    """A row of the `rpg` loss, without clip by default; `sequence` subtracts the KL's leave-one-out baseline."""
+    losses = library("rpg", divergence=divergence, **{"clip": "none"} | options)
     baseline = divergence if options.get("level") == "sequence" else None
     return Estimator(name, divergence.upper(), losses, DIVERGENCES[divergence].direction, baseline, present)
 
@@ -97,7 +52,7 @@ ESTIMATORS = (
     rpg(f"{STALE}, weight W", "urkl", level="sequence", kl_ratio="behaviour", weight="product"),
     Estimator("per token (GRPO)", "k₃", library("grpo", **NO_CLIP), "reverse"),
     Estimator("per token (corrected GRPO)", "w·k₃", library("grpo", kl_weighting="importance", **NO_CLIP), "reverse"),
-    Estimator("per token", "k₂", k2_in_the_loss, "reverse"),
+    Estimator("per token", "k₂", added(divergences.k2), "reverse"),
     Estimator("per token (Tunix)", "k₁", library("reinforce_pp", **NO_CLIP), "reverse"),
 )
 # RKL differs from URKL, and FKL from UFKL, in noise alone.
@@ -177,7 +132,7 @@ def moments(estimator: Estimator, tree: Tree, prompt: Prompt, kl_coef: Scalar, *
 
 
 def objective(
-    level: str, divergence: str, tree: Tree, prompt: Prompt, kl_coef: Scalar, *, rewarded: Scalar = 1.0
+    level: str, divergence: str | None, tree: Tree, prompt: Prompt, kl_coef: Scalar, *, rewarded: Scalar = 1.0
 ) -> jax.Array:
     """J by exact sums.
 
@@ -196,7 +151,7 @@ def objective(
 
 
 def exact_gradient(
-    level: str, divergence: str, tree: Tree, prompt: Prompt, kl_coef: Scalar, *, rewarded: Scalar = 1.0
+    level: str, divergence: str | None, tree: Tree, prompt: Prompt, kl_coef: Scalar, *, rewarded: Scalar = 1.0
 ) -> jax.Array:
     """−∇J in the logits, f[S, V]."""
 

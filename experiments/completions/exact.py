@@ -14,12 +14,12 @@ from experiments.completions.estimators import (
     ENDS,
     ESTIMATORS,
     VOCABULARY,
-    Estimator,
     exact_gradient,
     moments,
     objective,
 )
 from experiments.completions.trees import OPTIMA, Prompt, Tree, make_prompts
+from experiments.estimators.estimators import Estimator, descend
 
 OBJECTIVES = tuple((level, divergence) for level in ("completions", "tokens") for divergence in OPTIMA)
 
@@ -138,18 +138,13 @@ def end_of_descent(
 
     With `refresh` π_old becomes π_θ before every update; otherwise it stays for good.
     """
-    optimizer = optax.adam(optax.cosine_decay_schedule(rate, steps))
 
-    def step(carry: tuple[jax.Array, Any], _: None) -> tuple[tuple[jax.Array, Any], None]:
-        logits, state = carry
-        policy = jax.nn.log_softmax(logits)
-        now = dataclasses.replace(prompt, policy=policy, behaviour=policy if refresh else prompt.behaviour)
-        updates, state = optimizer.update(moments(estimator, tree, now, kl_coef).mean, state)
-        return (optax.apply_updates(logits, updates), state), None
+    def gradient(logits: jax.Array, behaviour: jax.Array) -> jax.Array:
+        now = dataclasses.replace(prompt, policy=jax.nn.log_softmax(logits), behaviour=behaviour)
+        return moments(estimator, tree, now, kl_coef).mean
 
-    start = prompt.behaviour
-    (logits, _), _ = jax.lax.scan(step, (start, optimizer.init(start)), None, length=steps)
-    return jax.nn.log_softmax(logits)
+    adam = optax.adam(optax.cosine_decay_schedule(rate, steps))
+    return descend(gradient, prompt.behaviour, adam, refresh=int(refresh), steps=steps)
 
 
 def outcome(tree: Tree, prompt: Prompt, policy: jax.Array, kl_coef: jax.Array | float) -> dict[str, jax.Array]:

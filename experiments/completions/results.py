@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.completions.estimators import ENDS, ESTIMATORS, VOCABULARY, Estimator
+from experiments.completions.estimators import ENDS, ESTIMATORS, VOCABULARY
 from experiments.completions.exact import OBJECTIVES, CompletionSettings, Results
+from experiments.estimators.estimators import Estimator
 from rpg_jax.report.tables import markdown_table
 
 SYMBOLS = {"reverse": "KL(π_θ‖π_ref)", "forward": "KL(π_ref‖π_θ)"}

@@ -104,7 +104,7 @@ def _kl_terms(results: Results, s: Settings) -> str:
         row = results["kl_terms"][e.name]
         errors = row[f"error_{descends(row)[0] or e.meant}"]
         cells = (_number(errors[i]) for i in shown)
-        rows.append([e.name, e.formula, verdict(row), *cells, _number(row["noise"][noisy])])
+        rows.append([e.name, e.term, verdict(row), *cells, _number(row["noise"][noisy])])
     head = ["KL term", "loss of a token", "has the gradient of", *_heads("error at drift", s.drifts)]
     return markdown_table([*head, f"noise at {s.drifts[noisy]:g}"], rows, numbers=range(3, 4 + len(shown)))
 

@@ -94,6 +94,8 @@ def _kl(p: np.ndarray, q: np.ndarray) -> float:
     return float(np.sum(np.exp(p) * (p - q)))
 
 
-def divergence_to(divergence: str, policy: jax.Array, reference: jax.Array) -> jax.Array:
-    """`reverse`: KL(π_θ‖π_ref); `forward`: KL(π_ref‖π_θ), nats."""
+def divergence_to(divergence: str | None, policy: jax.Array, reference: jax.Array) -> jax.Array:
+    """`reverse`: KL(π_θ‖π_ref); `forward`: KL(π_ref‖π_θ), nats; 0 for None."""
+    if divergence is None:
+        return jnp.zeros(())
     return kl(policy, reference) if divergence == "reverse" else kl(reference, policy)

@@ -11,18 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.completions.estimators import (
-    ESTIMATORS,
-    EXACT_TO_GO,
-    NO_CLIP,
-    STALE,
-    TO_GO,
-    WHOLE,
-    Estimator,
-    Scalar,
-    library,
-    rpg,
-)
+from experiments.completions.estimators import ESTIMATORS, EXACT_TO_GO, STALE, TO_GO, WHOLE, rpg
+from experiments.estimators.estimators import NO_CLIP, Estimator, Scalar, library
 from experiments.objective.paths import PathSettings
 from rpg_jax.losses.tokens import Tokens, bounded_exp
 
@@ -38,13 +28,8 @@ def prefix_weighted(tokens: Tokens, kl_coef: Scalar) -> jax.Array:
     return weight * library("rpg", divergence="urkl", clip="none")(tokens, kl_coef)
 
 
-def clipped(name: str, **options: Any) -> Estimator:
-    """A row with the dual clip of the paper's recipes, of a token's w for each token."""
-    bounds: dict[str, Any] = {"clip": "dual", "clip_low": 0.2, "clip_high": 0.28, "clip_dual": 10.0}
-    of = rpg(name, "urkl", **options)
-    return dataclasses.replace(of, losses=library("rpg", divergence="urkl", **options, **bounds))
-
-
+# The dual clip of the paper's recipes, of a token's w for each token.
+CLIP: dict[str, Any] = {"clip": "dual", "clip_low": 0.2, "clip_high": 0.28, "clip_dual": 10.0}
 EXACT = "exact gradient of J"
 NO_KL = Estimator("no KL (PPO)", "–", library("ppo", **NO_CLIP), "reverse")
 ROWS: Mapping[str, Estimator] = MappingProxyType(
@@ -76,11 +61,11 @@ CLIPPED = {
     for e in (
         Estimator("no KL, clip", "–", library("ppo", clip_low=0.2, clip_high=0.28), "reverse"),
         Estimator("per token (GRPO), clip", "k₃", library("grpo"), "reverse"),
-        clipped("per token, clip"),
-        clipped("sequence, stale log r (KL in the reward), weight w, clip", level="sequence", kl_ratio="behaviour"),
-        clipped("sequence, weight w, clip", level="sequence"),
-        clipped("sequence, weight min(W, 2), clip", level="sequence", weight="capped", weight_cap=2.0),
-        clipped("to-go, weight w, clip", level="to_go"),
+        rpg("per token, clip", "urkl", **CLIP),
+        rpg(f"{STALE}, weight w, clip", "urkl", level="sequence", kl_ratio="behaviour", **CLIP),
+        rpg("sequence, weight w, clip", "urkl", level="sequence", **CLIP),
+        rpg("sequence, weight min(W, 2), clip", "urkl", level="sequence", weight="capped", weight_cap=2.0, **CLIP),
+        rpg(f"{TO_GO}, clip", "urkl", level="to_go", **CLIP),
     )
 }
 ROWS = MappingProxyType({**ROWS, **CLIPPED})

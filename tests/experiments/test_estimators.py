@@ -11,7 +11,16 @@ import pytest
 from experiments import kept
 from experiments.estimators import __main__ as program
 from experiments.estimators import laboratory, results
-from experiments.estimators.estimators import CLIPS, COMPARATORS, KL_TERMS, converge, exact_gradient, moments, rpg
+from experiments.estimators.estimators import (
+    CLIPS,
+    COMPARATORS,
+    KL_TERMS,
+    converge,
+    exact_gradient,
+    moments,
+    rpg,
+    tokens_of,
+)
 from experiments.estimators.scenes import forward_kl_optimum, kl, make_scenes, reverse_kl_optimum
 
 PAGE = Path(__file__).parents[2] / "docs" / "estimators.md"
@@ -51,15 +60,16 @@ IN_EVERY_RUN = {"RPG-URKL", "k₃ in the loss (GRPO)", "RPG-URKL, clip dual", "G
 def test_moments_are_those_of_each_tokens_gradient(estimator):
     x = scene()
     got = moments(estimator.losses, x, 0.3)
-    advantages = x.rewards - jnp.exp(x.behaviour) @ x.rewards
+    tokens = tokens_of(x, x.rewards - jnp.exp(x.behaviour) @ x.rewards)
 
     @jax.jit
     @jax.grad
     def gradient_of(logits, token):
         """Token's loss as a difference of sums: the others are held where they are."""
-        policy = jax.nn.log_softmax(logits)
+        policy = jax.nn.log_softmax(logits)[:, None]
         others = jax.lax.stop_gradient(policy)
-        return estimator.losses(others.at[token].set(policy[token]), x, advantages, 0.3)
+        only = dataclasses.replace(tokens, logprobs=others.at[token].set(policy[token]))
+        return jnp.sum(estimator.losses(only, 0.3))
 
     gradients = jnp.stack([gradient_of(x.logits, token) for token in range(7)])
     sampled = jnp.exp(x.sampler)
