@@ -4,6 +4,7 @@ A policy is a table f[S, V] of log-probabilities: S prefixes, V actions. N = V^T
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.special import log_softmax
 
-from experiments.estimators.scenes import forward_kl_optimum, kl, reverse_kl_optimum
+from experiments.estimators.scenes import at_distance, forward_kl_optimum, kl, reverse_kl_optimum
 
 OPTIMA: dict[str, Callable[..., jax.Array]] = {"reverse": reverse_kl_optimum, "forward": forward_kl_optimum}
 
@@ -82,33 +83,14 @@ def make_prompts(
       rewarded: the fraction of completions with reward 1; the others have 0.
     """
     rng, rows = np.random.default_rng(seed), []
-    shape = (tree.prefixes, tree.actions)
+    shape, distance = (tree.prefixes, tree.actions), functools.partial(_kl, tree)
     for _ in range(count):
         reference = log_softmax(rng.normal(size=shape), axis=-1)
-        behaviour = policy_at_distance(tree, reference, behaviour_kl, rng.normal(size=shape))
-        policy = policy_at_distance(tree, behaviour, drift, rng.normal(size=shape))
+        behaviour = at_distance(reference, behaviour_kl, rng.normal(size=shape), distance)
+        policy = at_distance(behaviour, drift, rng.normal(size=shape), distance)
         order = rng.permutation(tree.actions**tree.length)
         rows.append((policy, behaviour, reference, (order < round(rewarded * order.size)).astype(float)))
     return Prompt(*(jnp.asarray(np.stack(column)) for column in zip(*rows, strict=True)))
-
-
-def policy_at_distance(tree: Tree, base: np.ndarray, distance: float, direction: np.ndarray) -> np.ndarray:
-    """π_t ∝ π_base exp(t u) at every prefix, f64[S, V], with a t >= 0 for which KL(π_t‖π_base) = `distance`."""
-    if distance == 0:
-        return base
-
-    def beyond(t: float) -> bool:
-        return _kl(tree, log_softmax(base + t * direction, axis=-1), base) >= distance
-
-    low, high = 0.0, 1.0
-    while not beyond(high):
-        high *= 2
-        if high > 1e6:
-            raise ValueError(f"no policy in this direction is {distance:g} nats away: ask for less")
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if beyond(middle) else (middle, high)
-    return log_softmax(base + high * direction, axis=-1)
 
 
 def _kl(tree: Tree, p: np.ndarray, q: np.ndarray) -> float:

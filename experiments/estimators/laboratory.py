@@ -1,7 +1,7 @@
 """Measures bias, variance and destination of every estimator over random scenes, by exact sums."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,6 @@ from experiments.estimators.estimators import (
     KL_TERMS,
     SAMPLERS,
     Estimator,
-    Moments,
     converge,
     exact_gradient,
     moments,
@@ -70,36 +69,43 @@ def run(s: Settings, *, on_row: Callable[[str, str], None]) -> Results:
     return results
 
 
-def kl_term(estimator: Estimator, s: Settings) -> dict[str, list[float]]:
-    """Compares the KL term alone (A = 0) with both divergences: relative error of its mean, cosine, noise per token.
+def errors(
+    estimator: Estimator,
+    s: Settings,
+    scenes: Iterable[Scene],
+    objectives: Mapping[str, str | None],
+    *,
+    rewarded: bool = True,
+) -> dict[str, list[float]]:
+    """Compares a loss with −∇J of the objectives {end of the quantities' names: divergence}, at each of `scenes`.
 
-    error_D  = |E g − β∇D| / |β∇D|        D = KL(π_θ‖π_ref) (reverse), KL(π_ref‖π_θ) (forward)
-    noise    = sqrt(tr Cov g) / |E g|
+    error = |E g + ∇J| / |∇J|, the relative error of the mean; cosine, of both; noise = sqrt(tr Cov g) / |E g|, of a
+    token. Each is the median over scenes. Without `rewarded` A = 0: the KL term alone is left.
     """
 
     @_batched
     def measure(scene: Scene) -> dict[str, jax.Array]:
-        got = moments(estimator.losses, scene, s.kl_coef, rewarded=False)
-        row = {"noise": _noise(got)}
-        for divergence in ("reverse", "forward"):
-            exact = exact_gradient(scene, s.kl_coef, divergence, rewarded=False)
-            row[f"error_{divergence}"] = _error(got.mean, exact)
-            row[f"cosine_{divergence}"] = _cosine(got.mean, exact)
+        norm, got = jnp.linalg.norm, moments(estimator.losses, scene, s.kl_coef, rewarded=rewarded)
+        row = {"noise": jnp.sqrt(got.variance) / norm(got.mean)}
+        for name, divergence in objectives.items():
+            exact = exact_gradient(scene, s.kl_coef, divergence, rewarded=rewarded)
+            row[f"error{name}"] = norm(got.mean - exact) / norm(exact)
+            row[f"cosine{name}"] = got.mean @ exact / (norm(got.mean) * norm(exact))
         return row
 
-    return _columns([measure(scenes) for scenes in drifting(s)])
+    rows = [measure(at_distance) for at_distance in scenes]
+    return {name: [float(np.median(row[name])) for row in rows] for name in rows[0]}
+
+
+def kl_term(estimator: Estimator, s: Settings) -> dict[str, list[float]]:
+    """`errors` of the KL term alone against both divergences: KL(π_θ‖π_ref) (reverse), KL(π_ref‖π_θ) (forward)."""
+    both = {"_reverse": "reverse", "_forward": "forward"}
+    return errors(estimator, s, drifting(s), both, rewarded=False)
 
 
 def whole_loss(estimator: Estimator, s: Settings, scenes: Iterable[Scene]) -> dict[str, list[float]]:
-    """Compares the whole loss, clips included, with −∇J of its objective: error, cosine, noise at each of `scenes`."""
-
-    @_batched
-    def measure(scene: Scene) -> dict[str, jax.Array]:
-        got = moments(estimator.losses, scene, s.kl_coef)
-        exact = exact_gradient(scene, s.kl_coef, estimator.meant)
-        return {"error": _error(got.mean, exact), "cosine": _cosine(got.mean, exact), "noise": _noise(got)}
-
-    return _columns([measure(at_distance) for at_distance in scenes])
+    """`errors` of the whole loss, clips included, against the objective that it is meant to descend."""
+    return errors(estimator, s, scenes, {"": estimator.meant})
 
 
 def fixed_point(estimator: Estimator, s: Settings) -> dict[str, float]:
@@ -134,20 +140,3 @@ def _scenes(s: Settings, **distances: float) -> Scene:
 
 def _batched(function: Callable[[Scene], Any]) -> Callable[[Scene], Any]:
     return jax.jit(jax.vmap(function))
-
-
-def _error(got: jax.Array, exact: jax.Array) -> jax.Array:
-    return jnp.linalg.norm(got - exact) / jnp.linalg.norm(exact)
-
-
-def _cosine(x: jax.Array, y: jax.Array) -> jax.Array:
-    return x @ y / (jnp.linalg.norm(x) * jnp.linalg.norm(y))
-
-
-def _noise(got: Moments) -> jax.Array:
-    return jnp.sqrt(got.variance) / jnp.linalg.norm(got.mean)
-
-
-def _columns(rows: list[dict[str, jax.Array]]) -> dict[str, list[float]]:
-    """The median over scenes of every quantity at every distance."""
-    return {name: [float(np.median(row[name])) for row in rows] for name in rows[0]}

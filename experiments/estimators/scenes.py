@@ -1,6 +1,7 @@
 """Policies over a handful of tokens, at chosen distances from each other: expectations are finite sums."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -36,31 +37,43 @@ def make_scenes(
     rows = []
     for _ in range(count):
         behaviour = log_softmax(rng.normal(size=tokens))
-        policy = at_distance(behaviour, drift, rng)
-        reference = at_distance(behaviour, reference_kl, rng)
-        sampler = at_distance(behaviour, sampler_kl, rng)
+        policy, reference, sampler = (_away(behaviour, kl, rng) for kl in (drift, reference_kl, sampler_kl))
         rewards = np.where(np.arange(tokens) < tokens // 3, 1.0, -1.0)
         rows.append((policy, behaviour, reference, sampler, rng.permutation(rewards)))
     return Scene(*(jnp.asarray(np.stack(column)) for column in zip(*rows, strict=True)))
 
 
-def at_distance(base: np.ndarray, kl: float, rng: np.random.Generator) -> np.ndarray:
-    """log π_t, f64[V]: π_t ∝ π_base exp(t u) for a random direction u and the t >= 0 with KL(π_t‖π_base) = `kl`.
-
-    The distance grows with t up to -log π_base(argmax u). If it stays below `kl`, another direction is drawn.
-    """
-    if kl == 0:
+def _away(base: np.ndarray, distance: float, rng: np.random.Generator) -> np.ndarray:
+    """`at_distance` in a random direction: in a line the distance grows up to -log π_base(argmax u), so that another
+    direction is drawn if this is too near."""
+    if distance == 0:
         return base
     direction = rng.normal(size=base.shape)
-    while -base[np.argmax(direction)] < 1.2 * kl:
+    while -base[np.argmax(direction)] < 1.2 * distance:
         direction = rng.normal(size=base.shape)
+    return at_distance(base, distance, direction, _kl)
+
+
+def at_distance(
+    base: np.ndarray, distance: float, direction: np.ndarray, kl: Callable[[np.ndarray, np.ndarray], float]
+) -> np.ndarray:
+    """log π_t, shaped as `base`: π_t ∝ π_base exp(t u) for the direction u and the t >= 0 with `kl`(π_t, π_base) =
+    `distance`, nats. Raises ValueError if no t has it."""
+    if distance == 0:
+        return base
+
+    def moved(t: float) -> np.ndarray:
+        return log_softmax(base + t * direction, axis=-1)
+
     low, high = 0.0, 1.0
-    while _kl(log_softmax(base + high * direction), base) < kl:
+    while kl(moved(high), base) < distance:
         high *= 2
+        if high > 1e6:
+            raise ValueError(f"no policy in this direction is {distance:g} nats away: ask for less")
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (middle, high) if _kl(log_softmax(base + middle * direction), base) < kl else (low, middle)
-    return log_softmax(base + high * direction)
+        low, high = (middle, high) if kl(moved(middle), base) < distance else (low, middle)
+    return moved(high)
 
 
 def reverse_kl_optimum(reference: jax.Array, rewards: jax.Array, kl_coef: float) -> jax.Array:
