@@ -1,14 +1,16 @@
-"""What research programmes share: command line, progress bar, the file of their numbers, a page of their tables."""
+"""What research programmes share: command line, progress bar, the file of their numbers, tables and figures."""
 
 import contextlib
 import dataclasses
 import gzip
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rpg_jax.report.progress import Progress
+from rpg_jax.report.seeds import Mean
 from rpg_jax.runs import cli, run_folder
 from rpg_jax.storage import write_atomically
 
@@ -58,6 +60,23 @@ def read(path: Path, settings: Any) -> dict[str, Any]:
     return record["results"]
 
 
-def write_tables(path: Path, tables: Mapping[str, str]) -> None:
-    """Writes the file `path` in Markdown: {title: table}, each table below its title as a heading."""
-    write_atomically(path, "\n\n".join(f"## {title}\n\n{table}" for title, table in tables.items()) + "\n")
+def heads(first: str, values: Sequence[object]) -> list[str]:
+    """The heads of neighbouring columns: `first`, which says what the values are, stands before the first value."""
+    return [f"{first}{value}" if i == 0 else str(value) for i, value in enumerate(values)]
+
+
+def interval(m: Mean, digits: int = 3, sign: str = "") -> str:
+    """The text "value ± half", or "value" of one seed, with so many digits after the point; `sign` "+" shows a +."""
+    return f"{m.value:{sign}.{digits}f}" + ("" if math.isnan(m.half) else f" ± {m.half:.{digits}f}")
+
+
+def write_page(out: Path, tables: Mapping[str, str], **figures: bytes) -> None:
+    """Writes NAME.png of each figure and `tables.md` into the folder `out`, and prints the path of the tables.
+
+    `tables` is {title: table}, each table in Markdown, which stands below its title as a heading.
+    """
+    for name, png in figures.items():
+        write_atomically(out / f"{name}.png", png)
+    text = "\n\n".join(f"## {title}\n\n{table}" for title, table in tables.items()) + "\n"
+    write_atomically(out / "tables.md", text)
+    print(out / "tables.md")

@@ -20,6 +20,7 @@ from experiments.completions.estimators import (
 )
 from experiments.completions.trees import OPTIMA, Prompt, Tree, make_prompts
 from experiments.estimators.estimators import Estimator, descend
+from experiments.kept import OnRow
 
 OBJECTIVES = tuple((level, divergence) for level in ("completions", "tokens") for divergence in OPTIMA)
 
@@ -69,16 +70,15 @@ class CompletionSettings:
 
 # JSON-able: {experiment: {estimator: {…: numbers}}}
 Results = dict[str, dict[str, dict[str, Any]]]
-OnRow = Callable[[str, str], None]
 
 
-def run_exact(s: CompletionSettings, *, on_row: OnRow = lambda experiment, row: None) -> Results:
+def run_exact(s: CompletionSettings, on_row: OnRow) -> Results:
     """Gradient errors and end points by exact sums, in float64; calls `on_row` before each row."""
     with jax.enable_x64(True):
         return {"errors": gradient_errors(s, ESTIMATORS, on_row), "ends": ends(s, ENDS, on_row)}
 
 
-def run_vocabulary(s: CompletionSettings, *, on_row: OnRow = lambda experiment, row: None) -> Results:
+def run_vocabulary(s: CompletionSettings, on_row: OnRow) -> Results:
     """Gradient errors and noise of a KL that is summed over the vocabulary, beside its samples, in float64."""
     with jax.enable_x64(True):
         return {"errors": gradient_errors(s, VOCABULARY, on_row)}

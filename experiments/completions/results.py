@@ -6,14 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from experiments import kept
 from experiments.completions.estimators import ENDS, ESTIMATORS, VOCABULARY
 from experiments.completions.exact import OBJECTIVES, CompletionSettings, Results
 from experiments.estimators.estimators import Estimator
+from experiments.estimators.results import EXACT, REACHED, SYMBOLS, number
 from rpg_jax.report.tables import markdown_table
-
-SYMBOLS = {"reverse": "KL(π_θ‖π_ref)", "forward": "KL(π_ref‖π_θ)"}
-# A relative error below EXACT is rounding. A regret below REACHED is that of the optimum: the last stretch is slow.
-EXACT, REACHED = 1e-9, 1e-3
 
 
 def gradient_of(row: Mapping[str, Any]) -> str:
@@ -35,8 +33,7 @@ def optimum_of(row: Mapping[str, Any]) -> str:
 def exact_tables(results: Results, s: CompletionSettings) -> dict[str, str]:
     """The tables of docs/estimators.md on completions of several tokens, by the title of their section."""
     drifts = ["on-policy", *(f"{drift:g}" for drift in s.drifts[1:])]
-    of = [f"{'completions: ' if i == 0 else ''}{x}" for i, x in enumerate(drifts)]
-    of += [f"{'tokens: ' if i == 0 else ''}{x}" for i, x in enumerate(drifts)]
+    of = [*kept.heads("completions: ", drifts), *kept.heads("tokens: ", drifts)]
     whole_head = ["loss", "KL term", *of]
     noisy = s.drifts.index(0.1) if 0.1 in s.drifts else -1
     kl_rows, whole_rows = [], []
@@ -64,7 +61,7 @@ def vocabulary_table(results: Results, s: CompletionSettings) -> dict[str, str]:
 
 
 def _errors(row: Mapping[str, Any], part: str, e: Estimator) -> list[str]:
-    return [_number(x) for level in ("completions", "tokens") for x in row[part][f"{level}_{e.meant}"]]
+    return [number(x) for level in ("completions", "tokens") for x in row[part][f"{level}_{e.meant}"]]
 
 
 def _ends(results: Results, s: CompletionSettings) -> str:
@@ -76,7 +73,7 @@ def _ends(results: Results, s: CompletionSettings) -> str:
         reward, kl = (f"{np.mean(refreshed[name][middle]):.3f}" for name in ("reward", "kl"))
         stays = regret(offline[f"regret_{e.meant}"][0])
         rows.append([optimum_of(refreshed), *regrets, reward, kl, stays, optimum_of(offline)])
-    betas = [f"{'regret at β = ' if i == 0 else ''}{beta:g}" for i, beta in enumerate(s.end_kl_coefs)]
+    betas = kept.heads("regret at β = ", [f"{beta:g}" for beta in s.end_kl_coefs])
     beta = f"{s.kl_coef:g}"
     columns = [*betas, f"reward at {beta}", f"KL at {beta}", f"π_old stays: regret at {beta}"]
     head = ["loss", "KL term", "optimum reached", *columns, "optimum reached"]
@@ -93,10 +90,6 @@ def joined(estimators: Sequence[Estimator], rows: Sequence[Sequence[str]]) -> li
 def regret(x: Sequence[float]) -> str:
     """The mean over prompts, with the largest in brackets."""
     return "0" if np.max(x) < REACHED / 2 else f"{np.mean(x):.3f} ({np.max(x):.3f})"
-
-
-def _number(x: float) -> str:
-    return "0" if x < EXACT else f"{x:.2g}"
 
 
 def _noise(x: float) -> str:

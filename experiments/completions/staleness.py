@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments import kept
 from experiments.completions import exact
 from experiments.completions.estimators import STALE, TO_GO, exact_gradient, moments, rpg
 from experiments.completions.trees import Prompt
@@ -59,7 +60,7 @@ class StalenessSettings:
 Map = dict[str, dict[str, list[list[float]]]]  # {row: {"bias", "noise": [length][drift]}}
 
 
-def run(s: StalenessSettings, on_row: exact.OnRow) -> Map:
+def run(s: StalenessSettings, on_row: kept.OnRow) -> Map:
     """Medians over the prompts, in float64; calls `on_row` before each row of each length."""
     found: Map = {row.key: {"bias": [], "noise": []} for row in ROWS}
     with jax.enable_x64(True):
@@ -99,7 +100,7 @@ def error(row: Mapping[str, list[list[float]]], completions: float) -> np.ndarra
 
 def tables(found: Map, s: StalenessSettings) -> dict[str, str]:
     """The tables of docs/estimators.md on staleness, by the title of their section."""
-    drifts = [f"{'drift a token: ' if i == 0 else ''}{drift:g}" for i, drift in enumerate(s.drifts)]
+    drifts = kept.heads("drift a token: ", [f"{drift:g}" for drift in s.drifts])
     cells = {
         key: [f"{b:.2f} / {n:.1f}" for b, n in zip(row["bias"][-1], row["noise"][-1], strict=True)]
         for key, row in found.items()

@@ -10,7 +10,6 @@ from experiments import kept
 from experiments.estimators import laboratory, results
 from experiments.estimators.estimators import CLIPS, COMPARATORS, KL_TERMS, SAMPLERS
 from rpg_jax.runs import cli
-from rpg_jax.storage import write_atomically
 
 SETTINGS = laboratory.Settings()
 QUICK = laboratory.Settings(scenes=16, fixed_point_scenes=4)
@@ -22,11 +21,9 @@ def measure(options: argparse.Namespace) -> int:
     settings = QUICK if options.quick else SETTINGS
     options.out.mkdir(parents=True, exist_ok=True)
     with kept.counted("estimators", ROWS) as on_row:
-        found = laboratory.run(settings, on_row=on_row)
+        found = laboratory.run(settings, on_row)
     kept.write(options.out / "estimators.json.gz", settings, found)
-    kept.write_tables(options.out / "tables.md", results.tables(found, settings))
-    write_atomically(options.out / "estimators.png", results.draw(found, settings))
-    print(options.out / "tables.md")
+    kept.write_page(options.out, results.tables(found, settings), estimators=results.draw(found, settings))
     return 0
 
 

@@ -19,6 +19,7 @@ from experiments.estimators.estimators import (
     moments,
 )
 from experiments.estimators.scenes import Scene, forward_kl_optimum, kl, make_scenes, reverse_kl_optimum
+from experiments.kept import OnRow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Settings:
 Results = dict[str, dict[str, dict[str, Any]]]
 
 
-def run(s: Settings, *, on_row: Callable[[str, str], None]) -> Results:
+def run(s: Settings, on_row: OnRow) -> Results:
     """Runs all experiments in float64; calls `on_row(experiment, row)` before each row."""
     results: Results = {}
     with jax.enable_x64(True):

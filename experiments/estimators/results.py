@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from experiments import kept
 from experiments.estimators.estimators import CLIPS, COMPARATORS, KL_TERMS, SAMPLERS, Estimator
 from experiments.estimators.laboratory import Results, Settings
 from rpg_jax.report import plots
@@ -20,7 +21,7 @@ SYMBOLS = {"reverse": "KL(π_θ‖π_ref)", "forward": "KL(π_ref‖π_θ)"}
 EXACT, LIMIT = 1e-9, 0.15
 # Exact estimators are drawn here in the figure, in place of zero.
 FLOOR = 1e-4
-# An end within this distance of an optimum, in nats, is that optimum: the last stretch of the descent is slow.
+# An end within this distance of an optimum, in nats, or with less regret, is that optimum: the last stretch is slow.
 REACHED = 1e-3
 
 
@@ -103,8 +104,8 @@ def _kl_terms(results: Results, s: Settings) -> str:
     for e in KL_TERMS:
         row = results["kl_terms"][e.name]
         errors = row[f"error_{descends(row)[0] or e.meant}"]
-        cells = (_number(errors[i]) for i in shown)
-        rows.append([e.name, e.term, verdict(row), *cells, _number(row["noise"][noisy])])
+        cells = (number(errors[i]) for i in shown)
+        rows.append([e.name, e.term, verdict(row), *cells, number(row["noise"][noisy])])
     head = ["KL term", "loss of a token", "has the gradient of", *_heads("error at drift", s.drifts)]
     return markdown_table([*head, f"noise at {s.drifts[noisy]:g}"], rows, numbers=range(3, 4 + len(shown)))
 
@@ -123,8 +124,8 @@ def _loss_table(
     last, rows = shown[-1], []
     for e in estimators:
         row = results[e.name]
-        errors = (_number(row["error"][i]) for i in shown)
-        rows.append([e.name, *errors, f"{row['cosine'][last]:.3f}", _number(row["noise"][last])])
+        errors = (number(row["error"][i]) for i in shown)
+        rows.append([e.name, *errors, f"{row['cosine'][last]:.3f}", number(row["noise"][last])])
     far = f"{distances[last]:g}"
     head = ["loss", *_heads("error at", distances), f"cosine at {far}", f"noise at {far}"]
     return markdown_table(head, rows, numbers=range(1, len(head)))
@@ -136,10 +137,10 @@ def _decades(distances: Sequence[float]) -> list[int]:
 
 
 def _heads(first: str, distances: Sequence[float]) -> list[str]:
-    """The heads of the columns at the shown distances; the first one says what they are."""
-    heads = [f"{distances[i]:g}" for i in _decades(distances)]
-    return [f"{first} {heads[0]}", *heads[1:]]
+    """The heads of the columns at the shown distances."""
+    return kept.heads(f"{first} ", [f"{distances[i]:g}" for i in _decades(distances)])
 
 
-def _number(x: float) -> str:
+def number(x: float) -> str:
+    """Two digits; 0 for an error that is rounding."""
     return "0" if x < EXACT else f"{x:.2g}"

@@ -47,9 +47,7 @@ def measure(options: argparse.Namespace) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     data = options.from_data or make_runs(options.out, QUICK if options.quick else ObjectiveSettings(), options.jobs)
     found = runs.Runs(read(data).records)
-    write_atomically(options.out / "objective.png", results.draw(found))
-    kept.write_tables(options.out / "tables.md", results.tables(found))
-    print(options.out / "tables.md")
+    kept.write_page(options.out, results.tables(found), objective=results.draw(found))
     return 0
 
 

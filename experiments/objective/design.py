@@ -5,7 +5,6 @@ A unit is a row of an experiment at one schedule: the runs of all its β, rates 
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -32,30 +31,27 @@ def prefix_weighted(tokens: Tokens, kl_coef: Scalar) -> jax.Array:
 CLIP: dict[str, Any] = {"clip": "dual", "clip_low": 0.2, "clip_high": 0.28, "clip_dual": 10.0}
 EXACT = "exact gradient of J"
 NO_KL = Estimator("no KL (PPO)", "–", library("ppo", **NO_CLIP), "reverse")
-ROWS: Mapping[str, Estimator] = MappingProxyType(
-    {
-        e.key: e
-        for e in (
-            NO_KL,
-            *(e for e in ESTIMATORS if e.term in ("k₁", "k₂", "k₃", "w·k₃")),
-            rpg("per token", "urkl"),
-            rpg(f"per token, {WHOLE}", "rkl", estimator="exact"),
-            Estimator("per token, weight W of the prefix (CTPO)", "URKL", prefix_weighted, "reverse"),
-            rpg(f"{STALE}, weight w", "urkl", level="sequence", kl_ratio="behaviour"),
-            rpg("sequence, weight w", "urkl", level="sequence"),
-            rpg("sequence, weight min(W, 2)", "urkl", level="sequence", weight="capped", weight_cap=2.0),
-            rpg("sequence, weight W", "urkl", level="sequence", weight="product"),
-            rpg(f"{TO_GO}, λ = 0.9", "urkl", level="to_go", trace_decay=0.9),
-            rpg(TO_GO, "urkl", level="to_go"),
-            rpg("to-go, weight W, λ = 0.9", "urkl", **EXACT_TO_GO | {"trace_decay": 0.9}),
-            rpg("to-go, exact", "urkl", **EXACT_TO_GO),
-            rpg(f"to-go, exact, {WHOLE}", "rkl", estimator="exact", **EXACT_TO_GO),
-            rpg("per token", "ufkl"),
-            rpg("sequence, weight w", "ufkl", level="sequence"),
-        )
-    }
-)
-UNCLIPPED = tuple(ROWS)
+UNCLIPPED = {
+    e.key: e
+    for e in (
+        NO_KL,
+        *(e for e in ESTIMATORS if e.term in ("k₁", "k₂", "k₃", "w·k₃")),
+        rpg("per token", "urkl"),
+        rpg(f"per token, {WHOLE}", "rkl", estimator="exact"),
+        Estimator("per token, weight W of the prefix (CTPO)", "URKL", prefix_weighted, "reverse"),
+        rpg(f"{STALE}, weight w", "urkl", level="sequence", kl_ratio="behaviour"),
+        rpg("sequence, weight w", "urkl", level="sequence"),
+        rpg("sequence, weight min(W, 2)", "urkl", level="sequence", weight="capped", weight_cap=2.0),
+        rpg("sequence, weight W", "urkl", level="sequence", weight="product"),
+        rpg(f"{TO_GO}, λ = 0.9", "urkl", level="to_go", trace_decay=0.9),
+        rpg(TO_GO, "urkl", level="to_go"),
+        rpg("to-go, weight W, λ = 0.9", "urkl", **EXACT_TO_GO | {"trace_decay": 0.9}),
+        rpg("to-go, exact", "urkl", **EXACT_TO_GO),
+        rpg(f"to-go, exact, {WHOLE}", "rkl", estimator="exact", **EXACT_TO_GO),
+        rpg("per token", "ufkl"),
+        rpg("sequence, weight w", "ufkl", level="sequence"),
+    )
+}
 CLIPPED = {
     e.key: e
     for e in (
@@ -68,7 +64,7 @@ CLIPPED = {
         rpg(f"{TO_GO}, clip", "urkl", level="to_go", **CLIP),
     )
 }
-ROWS = MappingProxyType({**ROWS, **CLIPPED})
+ROWS: Mapping[str, Estimator] = UNCLIPPED | CLIPPED
 BASELINE = "sequence, weight w: URKL"
 CAPPED = "sequence, weight min(W, 2): URKL"
 TOKEN, GRPO, K1 = "per token: URKL", "per token (GRPO): k₃", "per token (Tunix): k₁"
@@ -110,20 +106,18 @@ class Experiment:
 
 RATES = (3e-3, 1e-2, 3e-2)
 KL_COEFS, THREE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0), (0.02, 0.1, 0.5)
-STALENESS = [Schedule(n) for n in (1, 8, 64)]
-EXPERIMENTS: Mapping[str, Experiment] = MappingProxyType(
-    {
-        "staleness": Experiment(kl_coefs=KL_COEFS, schedules=STALENESS),
-        "wrong verifier": Experiment(kl_coefs=THREE, wrong=True),
-        "short": Experiment(FEW, changes={"ends": 1 / 4}),
-        "long": Experiment(FEW, changes={"ends": 1 / 16, "longest": 60}),
-        "token mean": Experiment(UNCLIPPED, KL_COEFS, schedules=[Schedule(n, token_mean=True) for n in (1, 8, 64)]),
-        "iterative": Experiment(schedules=(Schedule(8, reference_batches=2),)),
-        "clipped": Experiment(tuple(CLIPPED), schedules=STALENESS[1:]),
-        "longer": Experiment(schedules=STALENESS, changes={"updates": 6_400}),
-        "longer, by rate": Experiment(BY_RATE, schedules=STALENESS[2:], changes={"updates": 6_400}, rates=RATES),
-    }
-)
+STALENESS, TOKEN_MEAN = ([Schedule(n, token_mean=mean) for n in (1, 8, 64)] for mean in (False, True))
+EXPERIMENTS: Mapping[str, Experiment] = {
+    "staleness": Experiment(kl_coefs=KL_COEFS, schedules=STALENESS),
+    "wrong verifier": Experiment(kl_coefs=THREE, wrong=True),
+    "short": Experiment(FEW, changes={"ends": 1 / 4}),
+    "long": Experiment(FEW, changes={"ends": 1 / 16, "longest": 60}),
+    "token mean": Experiment(tuple(UNCLIPPED), KL_COEFS, schedules=TOKEN_MEAN),
+    "iterative": Experiment(schedules=(Schedule(8, reference_batches=2),)),
+    "clipped": Experiment(tuple(CLIPPED), schedules=STALENESS[1:]),
+    "longer": Experiment(schedules=STALENESS, changes={"updates": 6_400}),
+    "longer, by rate": Experiment(BY_RATE, schedules=STALENESS[2:], changes={"updates": 6_400}, rates=RATES),
+}
 
 
 @dataclasses.dataclass(frozen=True)

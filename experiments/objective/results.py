@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from experiments.kept import heads, interval
 from experiments.objective.design import (
     BASELINE,
     BOUND,
@@ -118,18 +119,14 @@ def _shown(found: Runs) -> list[tuple[str, str, str]]:
 
 
 def _text(values: dict[int, float], digits: int = 3) -> str:
-    return _mean_text(mean([*values.values()]), digits)
-
-
-def _mean_text(m: Mean, digits: int = 3, sign: str = "") -> str:
-    return f"{m.value:{sign}.{digits}f}" + ("" if math.isnan(m.half) else f" ± {m.half:.{digits}f}")
+    return interval(mean([*values.values()]), digits)
 
 
 def _difference(m: Mean | None, row: str = "") -> str:
     """The difference to the first row with its verdict; nothing for the row itself, and for rows of another J."""
     if m is None or row == BASELINE or regret_of(row) != "regret":
         return ""
-    return f"{_mean_text(m, sign='+')} {verdict(m)}".strip()
+    return f"{interval(m, sign='+')} {verdict(m)}".strip()
 
 
 def _names(row: str) -> list[str]:
@@ -141,10 +138,6 @@ def _table(found: Runs, experiment: str, head: Sequence[str], cells: Callable[[s
     return markdown_table(["loss", "KL term", *head], rows, numbers=range(2, 2 + len(head)))
 
 
-def _heads(first: str, values: Sequence[object]) -> list[str]:
-    return [f"{first}{value}" if i == 0 else str(value) for i, value in enumerate(values)]
-
-
 def _regrets(found: Runs, of_rows: str, name: str, columns: Sequence[tuple[str, int, str]]) -> str:
     """Regrets, and what each row has more than the first row, in columns (experiment, updates a batch, head)."""
 
@@ -154,10 +147,9 @@ def _regrets(found: Runs, of_rows: str, name: str, columns: Sequence[tuple[str, 
         )
         return [*map(_text, ours), *(_difference(m, row) for m in map(paired_difference, ours, first))]
 
-    heads = [words for *_, words in columns]
-    return _table(
-        found, of_rows, [*_heads(f"regret, {name}: ", heads), *_heads("against the first row: ", heads)], cells
-    )
+    words = [words for *_, words in columns]
+    head = [*heads(f"regret, {name}: ", words), *heads("against the first row: ", words)]
+    return _table(found, of_rows, head, cells)
 
 
 def _staleness(found: Runs, experiment: str = "staleness") -> str:
@@ -175,11 +167,12 @@ def _by_rate(found: Runs) -> str:
         lost = [sum(x > LOST for x in regrets.values()) for regrets in each]
         return [_text(x) + f"; {n} lost" * bool(n) for x, n in zip(each, lost, strict=True)]
 
-    return _table(found, "longer, by rate", _heads("regret, 64 updates a batch, rate ", RATES), cells)
+    return _table(found, "longer, by rate", heads("regret, 64 updates a batch, rate ", RATES), cells)
 
 
 def _distances(found: Runs) -> str:
-    columns = [(kl, n) for kl in DISTANCES for n in found.staleness("staleness")]
+    stale = found.staleness("staleness")
+    columns = [(kl, n) for kl in DISTANCES for n in stale]
 
     def cells(row: str) -> list[str]:
         if row == NO_KL.key:
@@ -190,9 +183,7 @@ def _distances(found: Runs) -> str:
             made.append(f"{_text(ours)}; {_difference(change, row)}".strip("; ") if ours else "")
         return made
 
-    head = [
-        h for kl in DISTANCES for h in _heads(f"lost at KL {kl:g}, updates a batch: ", found.staleness("staleness"))
-    ]
+    head = [h for kl in DISTANCES for h in heads(f"lost at KL {kl:g}, updates a batch: ", stale)]
     return _table(found, "staleness", head, cells)
 
 
@@ -203,8 +194,8 @@ def _strengths(found: Runs) -> str:
         regrets = [_text(found.of("staleness", row, "own_regret", beta)) for beta in betas]
         return [*regrets, *(_text(found.of("staleness", row, q), 2) for q in ("reward", "kl", "length"))]
 
-    head = [*_heads("regret, β = ", [f"{beta:g}" for beta in betas]), *_heads(f"β = {MIDDLE:g}: ", ("reward", "KL"))]
-    return _table(found, "staleness", [*head, "tokens"], cells)
+    head = heads("regret, β = ", [f"{beta:g}" for beta in betas])
+    return _table(found, "staleness", [*head, f"β = {MIDDLE:g}: reward", "KL", "tokens"], cells)
 
 
 def _changes(found: Runs, experiment: str, head: str) -> str:
@@ -215,10 +206,8 @@ def _changes(found: Runs, experiment: str, head: str) -> str:
         made = []
         for n in stale:
             ours = found.of(experiment, row, "own_regret", updates_a_batch=n)
-            change = paired_difference(
-                ours, found.of("staleness", UNCLIPPED_OF.get(row, row), "own_regret", updates_a_batch=n)
-            )
-            made += [_text(ours), f"{_mean_text(change, sign='+')} {verdict(change)}".strip()]
+            theirs = found.of("staleness", UNCLIPPED_OF.get(row, row), "own_regret", updates_a_batch=n)
+            made += [_text(ours), _difference(paired_difference(ours, theirs))]
         return made
 
     return _table(found, experiment, [h for n in stale for h in (f"regret, {n} updates a batch", head)], cells)
@@ -226,12 +215,12 @@ def _changes(found: Runs, experiment: str, head: str) -> str:
 
 def _wrong(found: Runs) -> str:
     betas = found.kl_coefs("wrong verifier")
+    columns = [(quantity, beta) for quantity in ("right", "reward") for beta in betas]
 
     def cells(row: str) -> list[str]:
-        right = [_text(found.of("wrong verifier", row, "right", beta)) for beta in betas]
-        return [*right, *(_text(found.of("wrong verifier", row, "reward", beta)) for beta in betas)]
+        return [_text(found.of("wrong verifier", row, *column)) for column in columns]
 
-    head = [*_heads("right, β = ", betas), *_heads("paid, β = ", betas)]
+    head = [*heads("right, β = ", betas), *heads("paid, β = ", betas)]
     return _table(found, "wrong verifier", head, cells)
 
 
@@ -250,6 +239,5 @@ def _rates(found: Runs) -> str:
     def cells(row: str) -> list[str]:
         return [f"{chosen[row, n]:g}" if (row, n) in chosen else "" for n in stale]
 
-    return _table(
-        found, SCAN, _heads(f"rate, of {', '.join(f'{r:g}' for r in rates)}; updates a batch: ", stale), cells
-    )
+    first = f"rate, of {', '.join(f'{rate:g}' for rate in rates)}; updates a batch: "
+    return _table(found, SCAN, heads(first, stale), cells)

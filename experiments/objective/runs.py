@@ -230,7 +230,6 @@ def best_rates(records: Sequence[Record]) -> Rates:
     for r in records:
         if r["experiment"] == SCAN:
             regrets = np.mean(np.asarray(r["values"][regret_of(r["row"])])[:, 0], axis=0)
-            rates[r["row"], r["schedule"]["updates_a_batch"]] = r["rates"][
-                int(np.argmin(np.nan_to_num(regrets, nan=np.inf)))
-            ]
+            best = int(np.argmin(np.nan_to_num(regrets, nan=np.inf)))
+            rates[r["row"], r["schedule"]["updates_a_batch"]] = r["rates"][best]
     return rates

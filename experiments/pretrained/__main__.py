@@ -14,7 +14,6 @@ from experiments import kept
 from experiments.pretrained import results, runs
 from experiments.pretrained.design import cells
 from rpg_jax.runs import cli
-from rpg_jax.storage import write_atomically
 
 DATA = Path(__file__).with_name("pretrained.jsonl")
 
@@ -31,9 +30,7 @@ def measure(options: argparse.Namespace) -> int:
         if code := subprocess.call([sys.executable, "-m", "experiments.pretrained", "--one", *sys.argv[1:]]):
             return code
     found = runs.read(DATA if options.from_data else options.out / runs.FILE)
-    write_atomically(options.out / "pretrained.png", results.draw(found))
-    kept.write_tables(options.out / "tables.md", results.tables(found))
-    print(options.out / "tables.md")
+    kept.write_page(options.out, results.tables(found), pretrained=results.draw(found))
     return 0
 
 

@@ -1,9 +1,9 @@
 """The page's tables and its figure."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
+from experiments import kept
 from experiments.pretrained.design import NO_KL, ROWS, STRENGTHS
 from rpg_jax.report import plots
 from rpg_jax.report.seeds import mean
@@ -31,7 +31,7 @@ def _table(runs: Sequence[Record], quantities: dict[str, int], heads: Sequence[s
     lines = []
     for row, kl_coef in [(START, 0.0), (NO_KL, 0.0), *((r, b) for r in ROWS if r != NO_KL for b in STRENGTHS)]:
         if own := of(runs, row, kl_coef):
-            cells = [_text([run[name] for run in own], digits) for name, digits in quantities.items()]
+            cells = [kept.interval(mean([run[name] for run in own]), digits) for name, digits in quantities.items()]
             lines.append([row, f"{kl_coef:g}" if kl_coef else "–", len(own), *cells])
     return markdown_table(["KL term", "β", "seeds", *heads], lines, numbers=range(1, 3 + len(heads)))
 
@@ -39,11 +39,6 @@ def _table(runs: Sequence[Record], quantities: dict[str, int], heads: Sequence[s
 def of(runs: Sequence[Record], row: str, kl_coef: float) -> list[Record]:
     """The runs of a cell, by seed."""
     return sorted((r for r in runs if (r["row"], r["kl_coef"]) == (row, kl_coef)), key=lambda run: run["seed"])
-
-
-def _text(values: Sequence[float], digits: int) -> str:
-    m = mean(values)
-    return f"{m.value:.{digits}f}" + ("" if math.isnan(m.half) else f" ± {m.half:.{digits}f}")
 
 
 def draw(runs: Sequence[Record]) -> bytes:
