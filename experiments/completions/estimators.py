@@ -1,20 +1,65 @@
 """The estimators that the laboratory compares on completions of several tokens, with their exact moments.
 
-A completion's gradient is Σ_t G_t ∇log π_θ(a_t). Its mean and variance under π_old are sums over all completions.
+A completion's gradient is Σ_t G_t ∇log π_θ(a_t). Its mean and variance under π_s are sums over all completions. Nothing
+is sampled: bias is exact to rounding, and only the prompts have a seed.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from experiments.completions.trees import Prompt, Tree
-from experiments.estimators.estimators import NO_CLIP, Estimator, Moments, Scalar, added, library
-from experiments.estimators.scenes import divergence_to
-from rpg_jax.losses import PrefixKL, completions, divergences
+from experiments.completions.trees import Prompt, Tree, divergence_to
+from rpg_jax.losses import LOSSES, PrefixKL, completions, divergences, token_loss
 from rpg_jax.losses.divergences import DIVERGENCES
 from rpg_jax.losses.tokens import Tokens, checked
+
+Scalar = jax.Array | float
+# (tokens, β) -> the loss of every token, f[B, T]
+Losses = Callable[[Tokens, Scalar], jax.Array]
+NO_CLIP = {"clip_low": 1 - 1e-9, "clip_high": 1e9, "clip_dual": None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimator:
+    """One row of a laboratory.
+
+    Attributes:
+      name: its name in tables, without the divergence.
+      term: its KL term, for example URKL or k₃; on completions of one token the whole loss as text.
+      losses: its loss.
+      meant: the divergence that it is meant to descend, `forward` or `reverse`; None without a KL term.
+      baseline: the name of the divergence whose leave-one-out baseline it subtracts, or None.
+      present: the baseline has the others' log(π_θ/π_ref), not log(π_old/π_ref) as `rpg` computes it from `group_ids`.
+    """
+
+    name: str
+    term: str
+    losses: Losses
+    meant: str | None
+    baseline: str | None = None
+    present: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}: {self.term}"
+
+
+def library(name: str, **hyperparameters: Any) -> Losses:
+    """A loss of `rpg_jax.losses`; losses with a KL term are given β."""
+    regularized = "kl_coef" in LOSSES[name].hyperparameters
+
+    def losses(tokens: Tokens, kl_coef: Scalar) -> jax.Array:
+        return token_loss(name, tokens, **hyperparameters, **({"kl_coef": kl_coef} if regularized else {})).values
+
+    return losses
+
+
+def added(penalty: Callable[[jax.Array], jax.Array]) -> Losses:
+    """−wA + β·penalty(log y), y = π_ref/π_θ: a KL estimate that is added to the loss and differentiated."""
+    return lambda tokens, kl_coef: -tokens.w * tokens.advantages + kl_coef * penalty(-tokens.log_r)
 
 
 def rpg(name: str, divergence: str, present: bool = False, **options: Any) -> Estimator:
@@ -79,15 +124,15 @@ def prefix_kl(policy: jax.Array, reference: jax.Array) -> PrefixKL:
 
 def tokens_of(tree: Tree, prompt: Prompt, advantages: jax.Array) -> Tokens:
     """All completions of a prompt as a batch [N, T]; advantages f[N]."""
-    policy, behaviour, reference = (tree.along(x) for x in (prompt.policy, prompt.behaviour, prompt.reference))
+    policy = tree.along(prompt.policy)
     return checked(
         prefix_kl=prefix_kl(*map(tree.at_prefixes, (prompt.policy, prompt.reference))),
         logprobs=policy,
-        behaviour_logprobs=behaviour,
-        ref_logprobs=reference,
+        behaviour_logprobs=tree.along(prompt.behaviour),
+        ref_logprobs=tree.along(prompt.reference),
         advantages=advantages,
         mask=jnp.ones_like(policy),
-        sampler_logprobs=None,
+        sampler_logprobs=tree.along(prompt.sampler),
         completion_ids=None,
     )
 
@@ -110,8 +155,15 @@ def expected_advantages(
     return advantages + kl_coef * (a * log_ratio + b - c)
 
 
+class Moments(NamedTuple):
+    """Mean f[S, V] and total variance f[] = tr Cov of a loss's gradient in the logits, over completions from π_s."""
+
+    mean: jax.Array
+    variance: jax.Array
+
+
 def moments(estimator: Estimator, tree: Tree, prompt: Prompt, kl_coef: Scalar, *, rewarded: Scalar = 1.0) -> Moments:
-    """Mean f[S, V] and total variance of a completion's gradient in the logits. `rewarded` 0 takes A as 0."""
+    """E_{π_s}[∇L] and tr Cov_{π_s}[∇L] of a completion. `rewarded` 0 takes A as 0: the KL term alone is left."""
     tokens = tokens_of(tree, prompt, expected_advantages(estimator, tree, prompt, kl_coef, rewarded))
 
     def visited(logits: jax.Array) -> tuple[jax.Array, PrefixKL]:
@@ -126,7 +178,7 @@ def moments(estimator: Estimator, tree: Tree, prompt: Prompt, kl_coef: Scalar, *
     at_prefixes, to_table = jax.vjp(tree.at_prefixes, prompt.policy)
     numbers, to_logits = jax.vjp(visited, at_prefixes)
     [each] = to_logits(jax.grad(loss, argnums=(0, 1))(*numbers))  # f[N, T, V]: no completion passes a prefix twice
-    sampled = jnp.exp(tree.completions(prompt.behaviour))
+    sampled = jnp.exp(tree.completions(prompt.sampler))
     [mean] = to_table(sampled[:, None, None] * each)
     return Moments(mean, sampled @ jnp.sum(each**2, axis=(1, 2)) - jnp.sum(mean**2))
 

@@ -14,12 +14,13 @@ from experiments.completions.estimators import (
     ENDS,
     ESTIMATORS,
     VOCABULARY,
+    Estimator,
+    Scalar,
     exact_gradient,
     moments,
     objective,
 )
 from experiments.completions.trees import OPTIMA, Prompt, Tree, make_prompts
-from experiments.estimators.estimators import Estimator, descend
 from experiments.kept import OnRow
 
 OBJECTIVES = tuple((level, divergence) for level in ("completions", "tokens") for divergence in OPTIMA)
@@ -132,19 +133,31 @@ def _norm(x: jax.Array) -> np.ndarray:
 
 
 def end_of_descent(
-    estimator: Estimator, tree: Tree, prompt: Prompt, kl_coef: jax.Array, *, refresh: bool, steps: int, rate: float
+    estimator: Estimator,
+    tree: Tree,
+    prompt: Prompt,
+    kl_coef: Scalar,
+    optimizer: optax.GradientTransformation,
+    *,
+    refresh: int,
+    steps: int,
 ) -> jax.Array:
-    """log π_θ f[S, V] where Adam ends along the mean gradient from π_old, with cosine decay to 0.
+    """log π_θ f[S, V] where a descent along the mean gradient ends, which begins at π_old.
 
-    With `refresh` π_old becomes π_θ before every update; otherwise it stays for good.
+    π_old becomes π_θ every `refresh` updates; with 0 it stays. π_s is π_old.
     """
 
-    def gradient(logits: jax.Array, behaviour: jax.Array) -> jax.Array:
-        now = dataclasses.replace(prompt, policy=jax.nn.log_softmax(logits), behaviour=behaviour)
-        return moments(estimator, tree, now, kl_coef).mean
+    def step(carry: tuple[jax.Array, jax.Array, Any], number: jax.Array) -> tuple[tuple[Any, ...], None]:
+        logits, behaviour, state = carry
+        policy = jax.nn.log_softmax(logits)
+        behaviour = jnp.where(number % refresh == 0, policy, behaviour) if refresh else behaviour
+        now = dataclasses.replace(prompt, policy=policy, behaviour=behaviour, sampler=behaviour)
+        updates, state = optimizer.update(moments(estimator, tree, now, kl_coef).mean, state)
+        return (optax.apply_updates(logits, updates), behaviour, state), None
 
-    adam = optax.adam(optax.cosine_decay_schedule(rate, steps))
-    return descend(gradient, prompt.behaviour, adam, refresh=int(refresh), steps=steps)
+    start = prompt.behaviour
+    (logits, *_), _ = jax.lax.scan(step, (start, start, optimizer.init(start)), jnp.arange(steps))
+    return jax.nn.log_softmax(logits)
 
 
 def outcome(tree: Tree, prompt: Prompt, policy: jax.Array, kl_coef: jax.Array | float) -> dict[str, jax.Array]:
@@ -162,20 +175,19 @@ def outcome(tree: Tree, prompt: Prompt, policy: jax.Array, kl_coef: jax.Array | 
 
 
 def ends(s: CompletionSettings, estimators: Sequence[Estimator], on_row: OnRow) -> dict[str, dict[str, Any]]:
-    """Where descent along the mean gradient ends, [β, prompt] each.
+    """Where descent along the mean gradient by Adam, with cosine decay to 0, ends, [β, prompt] each.
 
     `refreshed` has every β of `end_kl_coefs`. `offline`, with π_old as it was, has `kl_coef` alone.
     """
     tree, prompts = s.tree, s.make_prompts(s.end_prompts, behaviour_kl=s.behaviour_kl)
-    kinds = (("refreshed", True, s.end_steps, s.end_kl_coefs), ("offline", False, s.offline_steps, (s.kl_coef,)))
+    kinds = (("refreshed", 1, s.end_steps, s.end_kl_coefs), ("offline", 0, s.offline_steps, (s.kl_coef,)))
     results: dict[str, dict[str, Any]] = {}
     for estimator in estimators:
         on_row("ends of completions", estimator.key)
         results[estimator.key] = {}
         for name, refresh, steps, kl_coefs in kinds:
-            descend = functools.partial(
-                end_of_descent, estimator, tree, refresh=refresh, steps=steps, rate=s.learning_rate
-            )
+            adam = optax.adam(optax.cosine_decay_schedule(s.learning_rate, steps))
+            descend = functools.partial(end_of_descent, estimator, tree, optimizer=adam, refresh=refresh, steps=steps)
             found = jax.jit(jax.vmap(jax.vmap(functools.partial(_ended, tree, descend), (0, None)), (None, 0)))
             outcomes = found(prompts, jnp.asarray(kl_coefs))
             results[estimator.key][name] = {quantity: x.tolist() for quantity, x in outcomes.items()}

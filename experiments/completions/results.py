@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from experiments import kept
-from experiments.completions.estimators import ENDS, ESTIMATORS, VOCABULARY
+from experiments.completions.estimators import ENDS, ESTIMATORS, VOCABULARY, Estimator
 from experiments.completions.exact import OBJECTIVES, CompletionSettings, Results
-from experiments.estimators.estimators import Estimator
 from experiments.estimators.results import EXACT, REACHED, SYMBOLS, number
 from rpg_jax.report.tables import markdown_table
 

@@ -13,9 +13,8 @@ import numpy as np
 
 from experiments import kept
 from experiments.completions import exact
-from experiments.completions.estimators import STALE, TO_GO, exact_gradient, moments, rpg
+from experiments.completions.estimators import NO_CLIP, STALE, TO_GO, Estimator, exact_gradient, library, moments, rpg
 from experiments.completions.trees import Prompt
-from experiments.estimators.estimators import NO_CLIP, Estimator, library
 from experiments.estimators.results import panel
 from rpg_jax.report import plots
 from rpg_jax.report.plots import MUTED

@@ -12,10 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.special import log_softmax
 
-from experiments.estimators.scenes import at_distance, forward_kl_optimum, kl, reverse_kl_optimum
-
-OPTIMA: dict[str, Callable[..., jax.Array]] = {"reverse": reverse_kl_optimum, "forward": forward_kl_optimum}
-
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
@@ -58,11 +54,15 @@ class Tree:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One prompt: the policies π_θ, π_old and π_ref, f64[S, V] each, and rewards f64[N], 0 or 1. A batch is stacked."""
+    """One prompt: the policies π_θ, π_old, π_ref and π_s, f64[S, V] each, and rewards f64[N]. A batch is stacked.
+
+    π_s, the sampler, really draws the completions.
+    """
 
     policy: jax.Array
     behaviour: jax.Array
     reference: jax.Array
+    sampler: jax.Array
     rewards: jax.Array
 
     def optimum(self, tree: Tree, kl_coef: jax.Array | float, divergence: str) -> jax.Array:
@@ -75,7 +75,8 @@ def make_prompts(
 ) -> Prompt:
     """Makes `count` random prompts, stacked.
 
-    π_ref is softmax(N(0, 1)) at every prefix. π_old lies in a random direction from π_ref, and π_θ from π_old.
+    π_ref is softmax(N(0, 1)) at every prefix. π_old lies in a random direction from π_ref, and π_θ from π_old; π_s is
+    π_old.
 
     Args:
       drift: KL(π_θ‖π_old) over completions, nats.
@@ -83,17 +84,18 @@ def make_prompts(
       rewarded: the fraction of completions with reward 1; the others have 0.
     """
     rng, rows = np.random.default_rng(seed), []
-    shape, distance = (tree.prefixes, tree.actions), functools.partial(_kl, tree)
+    shape, distance = (tree.prefixes, tree.actions), functools.partial(chain_rule_kl, tree)
     for _ in range(count):
         reference = log_softmax(rng.normal(size=shape), axis=-1)
         behaviour = at_distance(reference, behaviour_kl, rng.normal(size=shape), distance)
         policy = at_distance(behaviour, drift, rng.normal(size=shape), distance)
         order = rng.permutation(tree.actions**tree.length)
-        rows.append((policy, behaviour, reference, (order < round(rewarded * order.size)).astype(float)))
+        rewards = (order < round(rewarded * order.size)).astype(float)
+        rows.append((policy, behaviour, reference, behaviour, rewards))
     return Prompt(*(jnp.asarray(np.stack(column)) for column in zip(*rows, strict=True)))
 
 
-def _kl(tree: Tree, p: np.ndarray, q: np.ndarray) -> float:
+def chain_rule_kl(tree: Tree, p: np.ndarray, q: np.ndarray) -> float:
     """KL(p‖q) over completions, by the chain rule."""
     reached, start, total = np.ones(1), 0, 0.0
     for _ in range(tree.length):
@@ -102,3 +104,62 @@ def _kl(tree: Tree, p: np.ndarray, q: np.ndarray) -> float:
         total += float(np.sum(mass * (p[here] - q[here])))
         start, reached = here.stop, mass.ravel()
     return total
+
+
+def at_distance(
+    base: np.ndarray, distance: float, direction: np.ndarray, kl: Callable[[np.ndarray, np.ndarray], float]
+) -> np.ndarray:
+    """log π_t, shaped as `base`: π_t ∝ π_base exp(t u) for the direction u and the t >= 0 with `kl`(π_t, π_base) =
+    `distance`, nats. Raises ValueError if no t has it."""
+    if distance == 0:
+        return base
+
+    def moved(t: float) -> np.ndarray:
+        return log_softmax(base + t * direction, axis=-1)
+
+    low, high = 0.0, 1.0
+    while kl(moved(high), base) < distance:
+        high *= 2
+        if high > 1e6:
+            raise ValueError(f"no policy in this direction is {distance:g} nats away: ask for less")
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if kl(moved(middle), base) < distance else (low, middle)
+    return moved(high)
+
+
+def reverse_kl_optimum(reference: jax.Array, rewards: jax.Array, kl_coef: float) -> jax.Array:
+    """argmax_π E_π[R] − β KL(π‖π_ref): log π ∝ log π_ref + R/β; f[N]."""
+    return jax.nn.log_softmax(reference + rewards / kl_coef)
+
+
+def forward_kl_optimum(reference: jax.Array, rewards: jax.Array, kl_coef: float) -> jax.Array:
+    """argmax_π E_π[R] − β KL(π_ref‖π): π = β π_ref / (λ − R), with the λ > max R for which Σ π = 1; log π, f[N]."""
+    scaled = kl_coef * jnp.exp(reference)
+    # Σ β π_ref / (λ − R) falls with λ: it is above 1 at max R + β π_ref of that token and at most 1 at max R + β.
+    low = jnp.max(rewards) + jnp.min(scaled) * 1e-6
+    high = jnp.max(rewards) + kl_coef
+
+    def halve(_: int, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = ends
+        middle = (low + high) / 2
+        above = jnp.sum(scaled / (middle - rewards)) > 1
+        return jnp.where(above, middle, low), jnp.where(above, high, middle)
+
+    _, multiplier = jax.lax.fori_loop(0, 200, halve, (low, high))
+    return jax.nn.log_softmax(jnp.log(scaled) - jnp.log(multiplier - rewards))
+
+
+OPTIMA: dict[str, Callable[..., jax.Array]] = {"reverse": reverse_kl_optimum, "forward": forward_kl_optimum}
+
+
+def kl(p: jax.Array, q: jax.Array) -> jax.Array:
+    """KL(p‖q) of log-probabilities f[N], nats."""
+    return jnp.sum(jnp.exp(p) * (p - q))
+
+
+def divergence_to(divergence: str | None, policy: jax.Array, reference: jax.Array) -> jax.Array:
+    """`reverse`: KL(π_θ‖π_ref); `forward`: KL(π_ref‖π_θ), nats; 0 for None."""
+    if divergence is None:
+        return jnp.zeros(())
+    return kl(policy, reference) if divergence == "reverse" else kl(reference, policy)

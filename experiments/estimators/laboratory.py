@@ -7,18 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from experiments.estimators.estimators import (
-    CLIPS,
-    COMPARATORS,
-    KL_TERMS,
-    SAMPLERS,
-    Estimator,
-    converge,
-    exact_gradient,
-    moments,
-)
-from experiments.estimators.scenes import Scene, forward_kl_optimum, kl, make_scenes, reverse_kl_optimum
+from experiments.completions.estimators import Estimator, exact_gradient, moments
+from experiments.completions.exact import end_of_descent
+from experiments.completions.trees import OPTIMA, Prompt, Tree, kl
+from experiments.estimators.estimators import CLIPS, COMPARATORS, KL_TERMS, SAMPLERS
+from experiments.estimators.scenes import make_scenes
 from experiments.kept import OnRow
 
 
@@ -44,6 +39,10 @@ class Settings:
     steps: int = 40_000
     fixed_point_scenes: int = 32
     seed: int = 0
+
+    @property
+    def tree(self) -> Tree:
+        return Tree(self.tokens, 1)
 
 
 # JSON-able: {experiment: {estimator: {quantity: [value per drift or sampler distance]}}}
@@ -73,25 +72,25 @@ def run(s: Settings, on_row: OnRow) -> Results:
 def errors(
     estimator: Estimator,
     s: Settings,
-    scenes: Iterable[Scene],
+    scenes: Iterable[Prompt],
     objectives: Mapping[str, str | None],
     *,
-    rewarded: bool = True,
+    rewarded: float = 1.0,
 ) -> dict[str, list[float]]:
     """Compares a loss with −∇J of the objectives {end of the quantities' names: divergence}, at each of `scenes`.
 
     error = |E g + ∇J| / |∇J|, the relative error of the mean; cosine, of both; noise = sqrt(tr Cov g) / |E g|, of a
-    token. Each is the median over scenes. Without `rewarded` A = 0: the KL term alone is left.
+    token. Each is the median over scenes. With `rewarded` 0 A is 0: the KL term alone is left.
     """
 
     @_batched
-    def measure(scene: Scene) -> dict[str, jax.Array]:
-        norm, got = jnp.linalg.norm, moments(estimator.losses, scene, s.kl_coef, rewarded=rewarded)
+    def measure(scene: Prompt) -> dict[str, jax.Array]:
+        norm, got = jnp.linalg.norm, moments(estimator, s.tree, scene, s.kl_coef, rewarded=rewarded)
         row = {"noise": jnp.sqrt(got.variance) / norm(got.mean)}
         for name, divergence in objectives.items():
-            exact = exact_gradient(scene, s.kl_coef, divergence, rewarded=rewarded)
+            exact = exact_gradient("completions", divergence, s.tree, scene, s.kl_coef, rewarded=rewarded)
             row[f"error{name}"] = norm(got.mean - exact) / norm(exact)
-            row[f"cosine{name}"] = got.mean @ exact / (norm(got.mean) * norm(exact))
+            row[f"cosine{name}"] = jnp.sum(got.mean * exact) / (norm(got.mean) * norm(exact))
         return row
 
     rows = [measure(at_distance) for at_distance in scenes]
@@ -101,10 +100,10 @@ def errors(
 def kl_term(estimator: Estimator, s: Settings) -> dict[str, list[float]]:
     """`errors` of the KL term alone against both divergences: KL(π_θ‖π_ref) (reverse), KL(π_ref‖π_θ) (forward)."""
     both = {"_reverse": "reverse", "_forward": "forward"}
-    return errors(estimator, s, drifting(s), both, rewarded=False)
+    return errors(estimator, s, drifting(s), both, rewarded=0.0)
 
 
-def whole_loss(estimator: Estimator, s: Settings, scenes: Iterable[Scene]) -> dict[str, list[float]]:
+def whole_loss(estimator: Estimator, s: Settings, scenes: Iterable[Prompt]) -> dict[str, list[float]]:
     """`errors` of the whole loss, clips included, against the objective that it is meant to descend."""
     return errors(estimator, s, scenes, {"": estimator.meant})
 
@@ -117,27 +116,28 @@ def fixed_point(estimator: Estimator, s: Settings) -> dict[str, float]:
     beta = s.fixed_point_kl_coef
 
     @_batched
-    def measure(scene: Scene) -> dict[str, jax.Array]:
+    def measure(scene: Prompt) -> dict[str, jax.Array]:
         row = {}
         for name, refresh in (("refreshed", s.refresh), ("offline", 0)):
-            end = converge(estimator.losses, scene, beta, refresh=refresh, steps=s.steps)
-            for divergence, optimum in (("reverse", reverse_kl_optimum), ("forward", forward_kl_optimum)):
-                row[f"{name}_to_{divergence}"] = kl(end, optimum(scene.reference, scene.rewards, beta))
+            end = end_of_descent(estimator, s.tree, scene, beta, optax.sgd(0.2), refresh=refresh, steps=s.steps)
+            for divergence in OPTIMA:
+                optimum = scene.optimum(s.tree, beta, divergence)
+                row[f"{name}_to_{divergence}"] = kl(s.tree.completions(end), optimum)
         return row
 
     start = _scenes(dataclasses.replace(s, scenes=s.fixed_point_scenes), drift=0.0)
     return {name: float(np.max(values)) for name, values in measure(start).items()}
 
 
-def drifting(s: Settings) -> Iterator[Scene]:
+def drifting(s: Settings) -> Iterator[Prompt]:
     """The scenes at each of `drifts`: the same prompts and directions, further out."""
     for drift in s.drifts:
         yield _scenes(s, drift=drift)
 
 
-def _scenes(s: Settings, **distances: float) -> Scene:
+def _scenes(s: Settings, **distances: float) -> Prompt:
     return make_scenes(s.scenes, tokens=s.tokens, reference_kl=s.reference_kl, seed=s.seed, **distances)
 
 
-def _batched(function: Callable[[Scene], Any]) -> Callable[[Scene], Any]:
+def _batched(function: Callable[[Prompt], Any]) -> Callable[[Prompt], Any]:
     return jax.jit(jax.vmap(function))

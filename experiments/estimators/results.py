@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from experiments import kept
-from experiments.estimators.estimators import CLIPS, COMPARATORS, KL_TERMS, SAMPLERS, Estimator
+from experiments.completions.estimators import Estimator
+from experiments.estimators.estimators import CLIPS, COMPARATORS, KL_TERMS, SAMPLERS
 from experiments.estimators.laboratory import Results, Settings
 from rpg_jax.report import plots
 from rpg_jax.report.plots import COLOURS, INK, MUTED

@@ -10,8 +10,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.completions.estimators import ESTIMATORS, EXACT_TO_GO, STALE, TO_GO, WHOLE, rpg
-from experiments.estimators.estimators import NO_CLIP, Estimator, Scalar, library
+from experiments.completions.estimators import (
+    ESTIMATORS,
+    EXACT_TO_GO,
+    NO_CLIP,
+    STALE,
+    TO_GO,
+    WHOLE,
+    Estimator,
+    Scalar,
+    library,
+    rpg,
+)
 from experiments.objective.paths import PathSettings
 from rpg_jax.losses.tokens import Tokens, bounded_exp
 

@@ -6,25 +6,21 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from experiments import kept
+from experiments.completions.estimators import exact_gradient, moments, tokens_of
+from experiments.completions.exact import end_of_descent
+from experiments.completions.trees import OPTIMA, Tree, kl
 from experiments.estimators import __main__ as program
 from experiments.estimators import laboratory, results
-from experiments.estimators.estimators import (
-    CLIPS,
-    COMPARATORS,
-    KL_TERMS,
-    converge,
-    exact_gradient,
-    moments,
-    rpg,
-    tokens_of,
-)
-from experiments.estimators.scenes import forward_kl_optimum, kl, make_scenes, reverse_kl_optimum
+from experiments.estimators.estimators import CLIPS, COMPARATORS, KL_TERMS
+from experiments.estimators.scenes import make_scenes
 
 PAGE = Path(__file__).parents[2] / "docs" / "estimators.md"
 FEW = laboratory.Settings(scenes=4, drifts=(1e-3, 1e-1), fixed_point_scenes=2, steps=2_000)
+TREE = Tree(actions=7, length=1)
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +36,8 @@ def scene(**distances):
 
 def test_policies_lie_at_the_distances_asked_for():
     x = scene()
-    for policy, distance in ((jax.nn.log_softmax(x.logits), 0.2), (x.reference, 0.1), (x.sampler, 0.05)):
-        np.testing.assert_allclose(kl(policy, x.behaviour), distance, rtol=1e-10)
+    for policy, distance in ((x.policy, 0.2), (x.reference, 0.1), (x.sampler, 0.05)):
+        np.testing.assert_allclose(kl(policy[0], x.behaviour[0]), distance, rtol=1e-10)
         np.testing.assert_allclose(jnp.sum(jnp.exp(policy)), 1, rtol=1e-12)
 
 
@@ -59,8 +55,8 @@ IN_EVERY_RUN = {"RPG-URKL", "k₃ in the loss (GRPO)", "RPG-URKL, clip dual", "G
 )
 def test_moments_are_those_of_each_tokens_gradient(estimator):
     x = scene()
-    got = moments(estimator.losses, x, 0.3)
-    tokens = tokens_of(x, x.rewards - jnp.exp(x.behaviour) @ x.rewards)
+    got = moments(estimator, TREE, x, 0.3)
+    tokens = tokens_of(TREE, x, x.rewards - jnp.exp(x.behaviour[0]) @ x.rewards)
 
     @jax.jit
     @jax.grad
@@ -71,28 +67,30 @@ def test_moments_are_those_of_each_tokens_gradient(estimator):
         only = dataclasses.replace(tokens, logprobs=others.at[token].set(policy[token]))
         return jnp.sum(estimator.losses(only, 0.3))
 
-    gradients = jnp.stack([gradient_of(x.logits, token) for token in range(7)])
-    sampled = jnp.exp(x.sampler)
+    gradients = jnp.stack([gradient_of(x.policy[0], token) for token in range(7)])
+    sampled = jnp.exp(x.sampler[0])
     mean = sampled @ gradients
-    np.testing.assert_allclose(got.mean, mean, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(got.mean[0], mean, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(got.variance, sampled @ jnp.sum((gradients - mean) ** 2, -1), rtol=1e-9)
 
 
-@pytest.mark.parametrize("divergence", ["reverse", "forward"])
+@pytest.mark.parametrize("divergence", OPTIMA)
 def test_closed_form_optima_have_no_gradient_left(divergence):
     x = scene()
-    optimum = {"reverse": reverse_kl_optimum, "forward": forward_kl_optimum}[divergence](x.reference, x.rewards, 0.5)
-    gradient = exact_gradient(dataclasses.replace(x, logits=optimum), 0.5, divergence)
-    np.testing.assert_allclose(gradient, 0, atol=1e-12)
-    start = exact_gradient(dataclasses.replace(x, logits=x.behaviour), 0.5, divergence)
-    assert jnp.linalg.norm(start) > 1e-2
+    at_optimum, at_start = (
+        exact_gradient("completions", divergence, TREE, dataclasses.replace(x, policy=policy), 0.5)
+        for policy in (TREE.policy(x.optimum(TREE, 0.5, divergence)), x.behaviour)
+    )
+    np.testing.assert_allclose(at_optimum, 0, atol=1e-12)
+    assert jnp.linalg.norm(at_start) > 1e-2
 
 
 def test_descending_the_mean_gradient_reaches_the_optimum_of_the_divergence():
     x = scene(drift=0, sampler_kl=0)
-    end = converge(rpg("fkl"), x, 0.5, refresh=16, steps=3_000)
-    assert kl(end, forward_kl_optimum(x.reference, x.rewards, 0.5)) < 1e-6
-    assert kl(end, reverse_kl_optimum(x.reference, x.rewards, 0.5)) > 1e-3
+    fkl = next(e for e in KL_TERMS if e.name == "RPG-FKL")
+    end = end_of_descent(fkl, TREE, x, 0.5, optax.sgd(0.2), refresh=16, steps=3_000)[0]
+    assert kl(end, x.optimum(TREE, 0.5, "forward")) < 1e-6
+    assert kl(end, x.optimum(TREE, 0.5, "reverse")) > 1e-3
 
 
 @pytest.mark.slow  # each estimator in the default run has a test of its moments
