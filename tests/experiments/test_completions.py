@@ -55,6 +55,9 @@ def test_a_tree_finds_the_entries_that_each_completion_passes():
     table = np.random.default_rng(0).normal(size=(len(prefixes), 2))
     by_hand = [[table[prefixes.index(x[:t]), x[t]] for t in range(3)] for x in sequences]
     np.testing.assert_array_equal(TREE.along(jnp.asarray(table)), by_hand)
+    passed = [[table[prefixes.index(x[:t])] for t in range(3)] for x in sequences]
+    np.testing.assert_array_equal(TREE.at_prefixes(jnp.asarray(table)), passed)
+    np.testing.assert_array_equal(Tree(actions=2, length=1).at_prefixes(jnp.asarray(table[:1])), [table[:1]] * 2)
     masses = np.random.default_rng(1).random(len(sequences))
     through = [[sum(m for m, x in zip(masses, sequences, strict=True) if x[: len(p) + 1] == (*p, a)) for a in range(2)]
                for p in prefixes]  # fmt: skip
