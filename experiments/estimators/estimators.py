@@ -2,23 +2,17 @@
 
 from typing import Any
 
-import jax
-
-from experiments.completions.estimators import NO_CLIP, Estimator, Losses, Scalar, added, library
+from experiments.completions.estimators import NO_CLIP, Estimator, Losses, added, library
 from rpg_jax.losses import divergences
 from rpg_jax.losses.methods import CLIP_HIGHER
-from rpg_jax.losses.tokens import Tokens
-
-
-def k1_in_reward(tokens: Tokens, kl_coef: Scalar) -> jax.Array:
-    """−w (A − β log(π_old/π_ref)): the penalty is computed when tokens are sampled and counts as reward."""
-    return -tokens.w * (tokens.advantages + kl_coef * tokens.log_rho)
 
 
 def rpg(divergence: str, **options: Any) -> Losses:
     return library("rpg", divergence=divergence, **{"estimator": "differentiable", "clip": "none"} | options)
 
 
+# The penalty is computed when tokens are sampled and counts as reward.
+IN_REWARD = rpg("urkl", estimator="reinforce", level="sequence", kl_ratio="behaviour")
 KL_TERMS = (
     Estimator("RPG-FKL", "−wA − βρ log π_θ", rpg("fkl"), "forward"),
     Estimator("RPG-UFKL", "−wA + β(w − ρ log w)", rpg("ufkl"), "forward"),
@@ -33,7 +27,7 @@ KL_TERMS = (
     Estimator("k₁ in the loss (Tunix)", "−wA + βk₁", added(divergences.k1), "reverse"),
     Estimator("k₂ in the loss", "−wA + βk₂", added(divergences.k2), "reverse"),
     Estimator("k₃ in the loss (GRPO)", "−wA + βk₃", added(divergences.k3), "reverse"),
-    Estimator("k₁ in the reward", "−w(A − β log(π_old/π_ref))", k1_in_reward, "reverse"),
+    Estimator("k₁ in the reward", "−w(A − β log(π_old/π_ref))", IN_REWARD, "reverse"),
 )
 
 CLIPS = (
