@@ -59,7 +59,10 @@ def test_one_prompt_has_a_list_of_its_own_messages_are_a_prompt_and_chat_gives_t
     asked = [{"role": "user", "content": "1+2="}]
     assert [own.text for own in policy.sample("1+2=", seed=3)] == [one.text]
     assert [own.text for own in policy.sample(asked, seed=3)] == [one.text]  # without a template the text is the prompt
-    pieces = list(policy.chat(asked, seed=3))
+    pieces = []
+    for piece in policy.chat(asked, seed=3):
+        pieces.append(piece)
+        assert jax.sharding.get_abstract_mesh().empty, "the caller's own programs would be traced for the policy's mesh"
     assert "".join(pieces) == one.text and len(pieces) > 1
     rollouts = dict(policy._rollouts)
     assert len(rollouts) > 1 and len({id(one.weights) for one in rollouts.values()}) == 1  # a cast copy is there once

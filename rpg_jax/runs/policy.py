@@ -185,8 +185,12 @@ class Policy:
         decoder = IncrementalDecoder(tokenizer)
         with self.experiment.layout.activate():
             rollout = self._rollout(1, len(tokens) + sampling.max_tokens)
-            for piece in rollout.stream(Request([tokens], [0], 1, sampling, seed, self.step)):
-                yield decoder.push([t for t in piece.tolist() if t not in stops])
+        pieces = rollout.stream(Request([tokens], [0], 1, sampling, seed, self.step))
+        while True:
+            with self.experiment.layout.activate():  # and not while the caller, with a mesh of its own, has a piece
+                if (piece := next(pieces, None)) is None:
+                    break
+            yield decoder.push([t for t in piece.tolist() if t not in stops])
         yield decoder.flush()
 
     def _sampling(self, temperature: float, max_tokens: int | None) -> Sampling:
@@ -261,9 +265,8 @@ class Policy:
         tokens = [data.encode_prompt(p, tokenizer, thinking=task.thinking) for p in problems]
         for text, ids in zip(prompts, tokens, strict=True):
             if len(ids) > task.max_prompt_tokens:
-                raise ValueError(
-                    f"{text!r} has {len(ids)} tokens, more than task.max_prompt_tokens={task.max_prompt_tokens}"
-                )
+                limit = f"task.max_prompt_tokens={task.max_prompt_tokens}"
+                raise ValueError(f"{text!r} has {len(ids)} tokens, more than {limit}")
         return tokens
 
     def _surprises(self, prompts: Sequence[str | Messages]) -> Iterator[str]:
@@ -302,9 +305,7 @@ def _asked(number: int, prompt: str | Messages) -> data.Problem:
         return data.Problem(number, prompt, answer="", source="prompt")
     for message in prompt if isinstance(prompt, Sequence) else [prompt]:
         if not isinstance(message, Mapping) or any(not isinstance(message.get(k), str) for k in ("role", "content")):
-            raise ValueError(
-                f'a prompt is a text, or messages {{"role": "user", "content": "…"}}, got {str(message)[:100]}'
-            )
+            raise ValueError(f'a prompt is a text, or messages {{"role": "user", "content": "…"}}, got {message!s:.99}')
         check_unicode(message["content"], f"prompt {number}")
     return data.Problem(number, "", answer="", source="prompt", messages=tuple(prompt))
 
