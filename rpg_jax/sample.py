@@ -46,9 +46,7 @@ def sample(options: argparse.Namespace) -> None:
         chat(options, loaded)
         return
     if (options.run is None) == (options.model is None) or not options.prompt or loaded is not None:
-        raise ValueError(
-            "give --run=runs/NAME or --model=NAME, and one or more --prompt=TEXT; --config goes with --chat alone"
-        )
+        raise ValueError("give --run=runs/NAME or --model=NAME, and one or more --prompt=TEXT; --config is for --chat")
     from rpg_jax.runs.policy import Policy  # loads JAX: wrong flags need not wait for it
 
     how = {name: getattr(options, name) for name in ("k", "temperature", "seed")}

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 from flax import traverse_util
+from jax.experimental.compilation_cache import compilation_cache
 from ml_collections import ConfigDict
 
 from rpg_jax import storage
@@ -148,14 +149,15 @@ def opened(address: str) -> Iterator[storage.Folder]:
 
 def use_compilation_cache(folder: str | None = None) -> None:
     """Keeps compiled programs between runs: in the environment's JAX_COMPILATION_CACHE_DIR, else in `folder`, a local
-    path or gs:// address ("" keeps none), else, for None, in the user's cache folder. A process stays with the folder
-    that it has when it first compiles: JAX reads the setting once. A compiled program is executed as it is: never pass
-    a folder that the config.json of a run names. A local folder also keeps programs that compile in less than a second,
-    unlike JAX's default. Raises ValueError for an address of another form."""
+    path or gs:// address ("" keeps none), else, for None, in the user's cache folder. Later calls change the folder. A
+    compiled program is executed as it is: never pass a folder that the config.json of a run names. A local folder also
+    keeps programs that compile in less than a second, unlike JAX's default. Raises ValueError for another address."""
     chosen: str | Path = _own_cache() if folder is None else folder
-    if chosen != "" and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        address = str(storage.absolute(chosen))  # whichever folder the process moves to
-        jax.config.update("jax_compilation_cache_dir", address)
+    if (chosen != "" or folder == "") and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        address = str(storage.absolute(chosen)) if chosen else None  # whichever folder the process moves to
+        if address != jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
+            jax.config.update("jax_compilation_cache_dir", address)
+            compilation_cache.reset_cache()  # JAX reads the setting once
     address = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if address and not storage.in_bucket(storage.absolute(address)):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

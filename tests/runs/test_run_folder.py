@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from packaging.requirements import Requirement
 
 from configs import tiny
@@ -152,24 +154,38 @@ def no_home():
     raise RuntimeError("Could not determine home directory.")
 
 
-def test_a_process_that_changes_its_folder_still_finds_its_compiled_programs(tmp_path, monkeypatch):
+def test_each_run_of_a_process_keeps_its_compiled_programs_where_it_says(tmp_path, own_programs):
+    for number, folder in enumerate(["mine", "yours", "", "mine"]):
+        before = len([*tmp_path.glob("*/*-cache")])
+        run_folder.use_compilation_cache(folder)
+        jax.jit(lambda x, factor=number + 0.125: x * factor)(np.ones(3))
+        assert len([*tmp_path.glob("*/*-cache")]) - before == bool(folder), folder
+    assert [len([*(tmp_path / folder).glob("*-cache")]) for folder in ("mine", "yours")] == [2, 1]
+
+
+@pytest.fixture
+def own_programs(tmp_path, monkeypatch):
+    """A process in `tmp_path` whose compiled programs are not those of all tests."""
     before = jax.config.jax_compilation_cache_dir
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     monkeypatch.chdir(tmp_path)
-    try:
-        run_folder.use_compilation_cache("mine")
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        run_folder.use_compilation_cache()  # no folder among the runs, which may be a stranger's
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "cache" / "rpg_jax" / "compiled")
-        (tmp_path / "file").touch()
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-        assert run_folder._own_cache() == "", "a home that cannot be written keeps none"
-        monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.setattr(Path, "home", no_home)
-        assert run_folder._own_cache() == ""
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+def test_a_process_that_changes_its_folder_still_finds_its_compiled_programs(tmp_path, monkeypatch, own_programs):
+    run_folder.use_compilation_cache("mine")
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run_folder.use_compilation_cache()  # no folder among the runs, which may be a stranger's
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "cache" / "rpg_jax" / "compiled")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert run_folder._own_cache() == "", "a home that cannot be written keeps none"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    assert run_folder._own_cache() == ""
 
 
 def test_a_folder_that_is_no_run_lists_those_that_are(tmp_path):
