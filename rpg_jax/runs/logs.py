@@ -294,6 +294,16 @@ def chosen(text: str) -> list[str]:
     return names
 
 
+def chosen_steps(text: str | None) -> range:
+    """The steps in "12", or in "12-14" with both ends; none for None. Raises ValueError for another text."""
+    if text is None:
+        return range(0)
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if not match or int(match[2] or match[1]) < int(match[1]):
+        raise ValueError(f"profile.steps is one step or a range of steps, as 12 or 12-14, not {text!r}")
+    return range(int(match[1]), int(match[2] or match[1]) + 1)
+
+
 def needed(name: str) -> Any:
     """The module that the tracker `name` needs. Raises ValueError, with the fix, if its package is not installed."""
     package = PACKAGES[name]

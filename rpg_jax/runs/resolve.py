@@ -179,6 +179,7 @@ def _check_counts(config: ConfigDict) -> None:
     for name in ("optimizer.warmup", "optimizer.decay_until", "reference.every"):
         if (count := _value(config, name)) is not None:
             Count.parse(count, name)
+    logs.chosen_steps(config.profile.steps)
     prompts, updates = config.rollout.prompts_per_step, config.train.updates_per_step
     if prompts % updates:
         raise ValueError(f"rollout.prompts_per_step={prompts} must be a multiple of train.updates_per_step={updates}")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +25,7 @@ from rpg_jax.runs import cli
 from rpg_jax.runs.checkpointing import Checkpointing
 from rpg_jax.runs.experiment import Experiment, check_inputs, note_start
 from rpg_jax.runs.learner import Learner
-from rpg_jax.runs.logs import RunLog, plain, trackers_of
+from rpg_jax.runs.logs import RunLog, chosen_steps, plain, trackers_of
 from rpg_jax.runs.processes import StopRequest, Watchdog
 from rpg_jax.training.heartbeat import beat
 from rpg_jax.training.loop import Step
@@ -298,16 +297,6 @@ class CompilationCounter:
         taken = self._programs, self._seconds
         self._programs, self._seconds = [], 0.0
         return taken
-
-
-def chosen_steps(text: str | None) -> range:
-    """The steps in "12", or in "12-14" with both ends; none for None. Raises ValueError for another text."""
-    if text is None:
-        return range(0)
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    if not match or int(match[2] or match[1]) < int(match[1]):
-        raise ValueError(f"profile.steps is one step or a range of steps, as 12 or 12-14, not {text!r}")
-    return range(int(match[1]), int(match[2] or match[1]) + 1)
 
 
 @contextlib.contextmanager

@@ -38,6 +38,7 @@ def resolved(**changes):
             "group_size=1: dynamic sampling drops such groups; set dyn",
         ),
         ({"optimizer.warmup": "10"}, "optimizer.warmup='10' must be a number with its unit"),
+        ({"profile.steps": "14-12"}, "profile.steps is one step or a range of steps, as 12 or 12-14, not '14-12'"),
         ({"reference.every": "2 epochs"}, "reference.every='2 epochs' must be a number with its unit"),
         ({"rewards.parts": "exact,format", "rewards.format": "numbr"}, "rewards.format='numbr': did you mean 'number'"),
         ({"rewards.parts": "exakt"}, "unknown reward 'exakt'; known: .*exact"),
