@@ -185,10 +185,8 @@ def _check_counts(config: ConfigDict) -> None:
         raise ValueError(f"rollout.prompts_per_step={prompts} must be a multiple of train.updates_per_step={updates}")
     buffer, limit = config.rewards.overlong_buffer, config.rollout.max_tokens
     if config.rewards.overlong_shaping and not 1 <= buffer <= limit:
-        raise ValueError(
-            f"rewards.overlong_buffer={buffer} must be in [1, rollout.max_tokens={limit}], or rewards.overlong_shaping "
-            "False"
-        )
+        bounds = f"rewards.overlong_buffer={buffer} must be in [1, rollout.max_tokens={limit}]"
+        raise ValueError(f"{bounds}, or rewards.overlong_shaping False")
 
 
 # The fields that the gradient of whole completions needs beside its loss. Other advantages multiply the rewards by a
