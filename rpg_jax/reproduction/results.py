@@ -77,9 +77,7 @@ def collect(planned: Sequence[PlannedRun], out: Path, metrics: re.Pattern[str] =
         run = Run.read(out / "runs" / plan.name, plan.row)
         if not run.config:
             continue
-        records = [
-            {key: _rounded(value) for key, value in record.items() if metrics.fullmatch(key)} for record in run.records
-        ]
+        records = [{k: _rounded(v) for k, v in record.items() if metrics.fullmatch(k)} for record in run.records]
         runs.append(
             dataclasses.replace(
                 run,

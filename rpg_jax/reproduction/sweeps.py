@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rpg_jax.report.seeds import Mean, mean
@@ -45,7 +44,7 @@ def sweep_table(config: str, methods: Sequence[str], sweeps: Sequence[str]) -> t
         config=config,
     )
     swept = [run_names.short(field) for field in fields] or ["method"]
-    return "-".join(["sweep", Path(config.partition(":")[0]).stem, *swept]), table
+    return "-".join(["sweep", run_names.file_part(config), *swept]), table
 
 
 def _late_accuracy(sweep: Results) -> Accuracy:

@@ -58,16 +58,15 @@ _PACKAGES = (
 
 
 def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, Any], kind: str | None = None) -> str:
-    """The name of a run: config file, method, other overrides and seed, as tiny-grpo-lr3e-4-seed1. So the same command
-    continues the same run. `overrides` are the changed fields, {dotted name: value}. The name leaves out `train.steps`,
+    """The name of a run: config file and variant, method, other overrides and seed, as tiny-grpo-lr3e-4-seed1. So the
+    same command continues it. `overrides` are the changed fields, {name: value}. The name leaves out `train.steps`,
     `warm_start.dir` and the sections of `AROUND`, except `run.start_from`. `kind`, as "sft", replaces the method."""
     named = ("method", "seed", "train.steps", "warm_start.dir")
     other = {k: v for k, v in overrides.items() if k not in named and not k.startswith(AROUND)}
     if config.run.start_from:
         other["from"] = Path(config.run.start_from).name.replace("@", "-")
-    return "-".join(
-        [Path(config_file).stem, kind or config.method.lower(), *run_names.values_part(other), f"seed{config.seed}"]
-    )
+    first = [run_names.file_part(config_file), kind or config.method.lower()]
+    return "-".join([*first, *run_names.values_part(other), f"seed{config.seed}"])
 
 
 def named(config: ConfigDict, file: str, overrides: Mapping[str, Any], **kind: str) -> ConfigDict:

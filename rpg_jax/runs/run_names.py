@@ -88,9 +88,13 @@ def run_name(config: str, overrides: tuple[str, ...]) -> str:
         if field_of(override) != "method" and settings(config, fewer) == full:
             kept = fewer
     fields = {field_of(override) for override in kept} - {"method"}
+    return "-".join([file_part(config), str(full["method"]), *values_part({field: full[field] for field in fields})])
+
+
+def file_part(config: str) -> str:
+    """The part of a run's name that states the config file: "x", and "x-tiny" for "configs/x.py:tiny"."""
     file, _, variant = config.partition(":")
-    parts = [Path(file).stem, *([variant] if variant else []), str(full["method"])]
-    return "-".join([*parts, *values_part({field: full[field] for field in fields})])
+    return f"{Path(file).stem}-{variant}".removesuffix("-")
 
 
 def values_part(values: Mapping[str, object]) -> list[str]:

@@ -460,6 +460,7 @@ def test_a_branch_is_named_after_its_parent_and_another_parent_makes_another_run
     change = {"run.start_from": "gs://mine/runs/a@40", "method": "GRPO"}
     config = config_files.changed(config_files.load("tiny").config, change)
     assert run_folder.default_name("tiny.py", config, change) == "tiny-grpo-from=a-40-seed0"
+    assert run_folder.default_name("x.py:small", config, change) == "x-small-grpo-from=a-40-seed0", "beside x.py:large"
     other = config_files.changed(config, {"run.start_from": "gs://mine/runs/a@41"})
     one, two = (run_folder.identity(resolve(each)) for each in (config, other))
     assert {name for name in one if one[name] != two[name]} == {"run.start_from"}
