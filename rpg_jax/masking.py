@@ -55,10 +55,8 @@ def completion_count(mask: jax.Array, completion_ids: jax.Array | None = None) -
     present = mask != 0
     if completion_ids is None:
         return jnp.sum(jnp.any(present, axis=1), dtype=jnp.int32)
-    segments = mask.shape[1] + 1
-    tokens = jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, segments))(
-        present.astype(jnp.int32), completion_ids
-    )
+    count = mask.shape[1] + 1
+    tokens = jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, count))(present.astype(jnp.int32), completion_ids)
     return jnp.sum(tokens > 0, dtype=jnp.int32)
 
 

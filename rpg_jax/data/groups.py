@@ -161,9 +161,8 @@ def groups_from_bytes(packed: bytes) -> list[Group]:
         several = versions[i] if (versions[i] != last).any() else None
         completions.append(Completion(tokens[i], logprobs[i], reason, last, turns, experts[i], several))
     prompts = split("prompts", "prompt_lengths")
-    rewards, accuracy, parts, unshaped = (
-        split(name, "group_sizes") for name in ("rewards", "accuracy", "parts", "unshaped")
-    )
+    scored = ("rewards", "accuracy", "parts", "unshaped")
+    rewards, accuracy, parts, unshaped = (split(name, "group_sizes") for name in scored)
     groups, first = list[Group](), 0
     for g, size in enumerate(a["group_sizes"].tolist()):
         own = slice(first, first + size)

@@ -112,9 +112,8 @@ def grouped_product(
     dtype = jnp.dtype(dtype or rows.dtype)
     if isinstance(matrices, Adapted):
         by_group = functools.partial(grouped_product, sizes=sizes, megablox=megablox)
-        return by_group(rows, matrices.base, dtype=dtype) + by_group(
-            by_group(rows, matrices.a), matrices.b, dtype=dtype
-        )
+        low = by_group(rows, matrices.a)
+        return by_group(rows, matrices.base, dtype=dtype) + by_group(low, matrices.b, dtype=dtype)
     if megablox:
         return _product(rows, matrices, sizes.astype(jnp.int32), dtype)
     return _zero_past(jax.lax.ragged_dot(rows, matrices, sizes, preferred_element_type=dtype), sizes)

@@ -149,9 +149,7 @@ class Exchange:
         for number, (key, piece) in enumerate(zip(mine, pieces, strict=True)):
             last = number == len(pieces) - 1
             client.key_value_set_bytes(key, (b"." if last else b"+") + piece)
-        found = [
-            value if process == own else _read(client, f"{keys}/{process}") for process in range(jax.process_count())
-        ]
+        found = [value if other == own else _read(client, f"{keys}/{other}") for other in range(jax.process_count())]
         # This process has a value of this call from every process. So every process has ended the call before.
         for key in self._spent:
             client.key_value_delete(key)

@@ -221,10 +221,8 @@ def without_verdict(name: str, records: Sequence[Mapping[str, Any]]) -> str:
     kinds are those in `CHANCE`, such as "timeout". Returns "" if all records have a verdict."""
     kinds = Counter(r["verdict"] for r in records if r["verdict"] in CHANCE)
     counted = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-    said = (
-        f"note: {kinds.total()} of {len(records)} completions of {name} have no verdict and count as wrong ({counted})"
-    )
-    return said if kinds else ""
+    said = f"{kinds.total()} of {len(records)} completions of {name} have no verdict and count as wrong ({counted})"
+    return f"note: {said}" if kinds else ""
 
 
 def _of_conversations(played: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -33,9 +33,8 @@ def sweep_table(config: str, methods: Sequence[str], sweeps: Sequence[str]) -> t
         if len(set(fields[field])) < len(fields[field]):
             raise ValueError(f"--sweep {text}: a value is there twice")
     names = [*methods, *map(str, fields.pop("method", []))]
-    rows: dict[str, tuple[str, ...]] = {
-        name: (run_names.option("method", _typed(config, "method", name)),) for name in names
-    }
+    options = {name: run_names.option("method", _typed(config, "method", name)) for name in names}
+    rows: dict[str, tuple[str, ...]] = {name: (option,) for name, option in options.items()}
     table = crossed(
         rows or {"": ()},
         fields,

@@ -301,10 +301,19 @@ class Demonstrations:
 
     def state(self) -> dict[str, Any]:
         """The position after the batches that were taken, as a dict that JSON can hold, for `restore`."""
-        return {"drawn": self._begun[0], "stream": self._begun[1], "used": self._used}
+        packing = [*self._shape[:2]] if self._shape.packed else []
+        return {"drawn": self._begun[0], "stream": self._begun[1], "used": self._used, "packing": packing}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Moves to the position `state`. Raises ValueError if `state` belongs to other problems or another seed."""
+        """Moves to the position `state`. Raises ValueError if `state` has other problems, another seed or another
+        packing, which an older run's `state` may lack."""
+        now = self.state()["packing"]
+        if (was := state.get("packing", now)) != now:
+            raise ValueError(
+                f"packed demonstrations would be left out or come twice: the run began with {was or 'unpacked rows'}, "
+                f"[rows of a micro-batch, tokens of a row], and now has {now or 'unpacked rows'}. Set "
+                "train.microbatch_size and train.packed_length as before, or --config.run.overwrite=True"
+            )
         self._stream.restore(state["stream"])
         self._drawn, self._pool = state["drawn"], iter(())
         for _ in range(state["used"]):

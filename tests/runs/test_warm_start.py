@@ -192,6 +192,23 @@ def test_a_position_continues_with_the_next_batch(done):
         assert texts_of(next(first)) == texts_of(next(again))
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "was"),
+    [
+        ({"packed_length": 16}, {"packed_length": 16, "microbatch_size": 1}, r"\[2, 16\], .* now has \[1, 16\]"),
+        ({"packed_length": 16}, {"packed_length": 24}, r"\[2, 16\], .* now has \[2, 24\]"),
+        ({}, {"packed_length": 16}, r"unpacked rows, .* now has \[2, 16\]"),
+        ({}, {"microbatch_size": 1}, None),  # an update has the same demonstrations
+    ],
+)
+def test_a_position_among_packed_demonstrations_is_refused_by_rows_of_another_shape(before, after, was):
+    first, again = (Demonstrations(experiment_of(PROBLEMS, **train), epochs=1) for train in (before, after))
+    done = [next(first)]
+    with contextlib.nullcontext() if was is None else pytest.raises(ValueError, match=was):
+        again.restore(first.state())
+        assert sorted(demonstrations_in([*done, *again])) == DEMONSTRATIONS
+
+
 def test_supervised_training_depends_on_no_field_of_the_policys_optimizer():
     config = config_of(6, None)
     other = micro.get_config()
