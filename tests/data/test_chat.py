@@ -65,6 +65,7 @@ ENDLESS = {
     "doubling blocks": "{% macro f(n) %}{% if n %}{% set x %}{{ f(n - 1) }}{% endset %}{{ x }}{{ x }}"
     "{% else %}x{% endif %}{% endmacro %}{{ f(60) }}",
     "a long output": "{% for a in range(99999) %}{{ 'x' * 999 }}{% endfor %}",
+    "constants": "{% for a in [1] * 999999 %}{% for b in 'x' * 999999 %}{% endfor %}{% endfor %}",
     "many slices": "{{ [1] | slice(10 ** 9) | list }}",
     "words": "{{ lipsum(n=9, max=10 ** 9) }}",
     "doubling by a filter": "{% set n = namespace(x='a') %}{% for i in range(99) %}"
