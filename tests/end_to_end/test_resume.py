@@ -40,7 +40,6 @@ def test_every_optimizer_reference_and_critic_resumes_to_the_same_bits(warm, tmp
         name: [r["reference_update"] for r in metrics(tmp_path / f"{name}-straight")[1:]] for name in VARIANTS
     }
     assert references["every"] == [0, 3, 6] and references["kl"] == [2, 4, 6]
-    for name in ("ppo", "ppo_shared"):
-        records = metrics(tmp_path / f"{name}-straight")[1:]
-        assert abs(records[0]["explained_variance"]) < 1e-3, "values start at 0 everywhere"
-        assert records[-1]["critic_grad_norm"] > 0 and records[-1]["value"] != 0, name
+    records = metrics(tmp_path / "ppo-straight")[1:]
+    assert abs(records[0]["explained_variance"]) < 1e-3, "values start at 0 everywhere"
+    assert records[-1]["critic_grad_norm"] > 0 and records[-1]["value"] != 0
