@@ -10,7 +10,7 @@ import importlib.util
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from flax import nnx
 from rpg_jax.models import Base, DecoderConfig
 from rpg_jax.rollout.decoding import Decoding
 from rpg_jax.rollout.engine import DecodeEngine
-from rpg_jax.rollout.request import Request, Row
+from rpg_jax.rollout.request import Request
 from rpg_jax.rollout.rollout import Rollout, Split
 from rpg_jax.rollout.schedule import Chunk, Finish, Schedule, Usage, completions_of, plan
 from rpg_jax.rollout.weights import Params, RolloutError, Staged, Weights
@@ -73,26 +73,14 @@ class LockstepRollout(Rollout):
                 taken = len(pieces)
 
     def _run(self, chunks: deque[Chunk], finish: Finish) -> Iterator[None]:
-        """Decodes until all completions have ended; yields after each dispatch."""
-        engine = self.engine
-        schedule = Schedule(engine, range(engine.decoding.slots), self.usage)
-
-        def leave(ended: Sequence[tuple[int | None, Row]]) -> None:
-            for slot, row in ended:
-                schedule.free += [] if slot is None else [slot]
-                finish.completed(row)
-
+        """Decodes until all completions have ended; yields after each round of the schedule."""
+        schedule = Schedule(self.engine, self.usage, finish.completed)
         while not finish.over:
-            leave(schedule.resume())
             while schedule.hungry and chunks:
                 chunk = chunks.popleft()
-                schedule.add(engine.prefill(tokens=chunk.tokens, lengths=chunk.lengths), chunk.rows)
-            schedule.fill()
-            if schedule.live:
-                leave(schedule.settle(schedule.advance(more=bool(chunks))))
-                yield
-            elif not finish.over:
-                schedule.wait()
+                schedule.add(self.engine.prefill(tokens=chunk.tokens, lengths=chunk.lengths), chunk.rows)
+            schedule.round(more=bool(chunks))
+            yield
 
 
 @dataclasses.dataclass(frozen=True)

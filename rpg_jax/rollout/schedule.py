@@ -4,7 +4,7 @@ import concurrent.futures
 import dataclasses
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -112,6 +112,7 @@ EXTENSION_ROWS = 8
 
 The number of rows does not depend on how many replies came together: programs of different shapes round differently,
 and then the log-probability of the token after an observation would depend on timing."""
+_REPLY_SECONDS = 0.1  # the longest wait for an environment's reply, if nothing else is to do
 
 
 @dataclasses.dataclass
@@ -155,21 +156,21 @@ class Schedule:
     `patience_s` of `engine.decoding`, a waiting row may take the slot; the first row is then prefilled once more.
 
     Attributes:
-      free: the free slots. The caller appends the slot of a row that `settle` or `resume` returns.
+      free: the free slots.
       live: {slot: row} of the slots that draw tokens.
 
     Args:
       engine: the engine that decodes.
-      free: the slots that the schedule may fill; the schedule copies the list.
       usage: the schedule adds its times, steps and tokens to this object.
+      on_end: called with each row that has ended or was cancelled, once its slot is free.
     """
 
-    def __init__(self, engine: DecodeEngine, free: Sequence[int], usage: Usage):
-        self.engine, self.free, self.live = engine, list(free), dict[int, Row]()
+    def __init__(self, engine: DecodeEngine, usage: Usage, on_end: Callable[[Row], None]):
+        self.engine, self.free, self.live = engine, list(range(engine.decoding.slots)), dict[int, Row]()
         self._waiting: deque[tuple[Prefix, Row]] = deque()
         self._asked: dict[int, _PendingReply] = {}  # the longest wait comes first
         self._without_slot: list[_PendingReply] = []
-        self._usage = usage
+        self._usage, self._on_end = usage, on_end
         self._state: State | None = None
 
     @property
@@ -184,7 +185,7 @@ class Schedule:
 
     @property
     def hungry(self) -> bool:
-        """Whether the rows that wait for a slot are fewer than the free slots and the slots that `fill` may take."""
+        """Whether the rows that wait for a slot are fewer than the free slots and the slots that they may take."""
         return len(self._waiting) < len(self.free) + len(self._to_lend)
 
     @property
@@ -200,48 +201,58 @@ class Schedule:
             self._waiting.append((prefix, row))
 
     def release_state(self) -> None:
-        """Frees the decode state, with the cache; the next `fill` allocates a new one. No row may be in a slot."""
+        """Frees the decode state, with the cache; the next `round` allocates a new one. No row may be in a slot."""
         self._state = None
 
-    def fill(self) -> list[tuple[int, Row]]:
+    def round(self, *, more: bool) -> None:
+        """Continues the rows whose replies have come, moves waiting rows into slots, and runs one dispatch. If no slot
+        draws tokens, waits for the next reply instead, 0.1 s at most. `more`: further rows wait for their prefill."""
+        self._resume()
+        self._fill()
+        if self.live:
+            self._settle(self._advance(more))
+        elif replies := [asked.reply for asked in (*self._asked.values(), *self._without_slot)]:
+            concurrent.futures.wait(replies, _REPLY_SECONDS, concurrent.futures.FIRST_COMPLETED)
+
+    def _end(self, row: Row, slot: int | None) -> None:
+        """Frees the slot of a row that has ended or was cancelled; None: the row has no slot."""
+        self.free += [] if slot is None else [slot]
+        self._on_end(row)
+
+    def _fill(self) -> None:
         """Moves waiting rows, in their order, into free slots and then into slots of rows that have waited `patience_s`
-        for a reply. Returns (slot, row) of each moved row. Slots of cancelled rows become inactive; `settle` returns
-        these rows. Cancelled rows at the head of the queue leave the queue, and their channel hears of the end."""
+        for a reply. Slots of cancelled rows become inactive. Cancelled rows at the head of the queue leave it."""
         if self._state is None:
             self._state = self.engine.init_decode_state()
         if cancelled := [slot for slot, row in self.live.items() if row.cancelled]:
             self._state = self.engine.release(self._state, cancelled)
-        filled: list[tuple[int, Row]] = []
         lent = self._to_lend
         while self._waiting and (self.free or lent):
-            prefix, batch = self._waiting[0][0], []
+            prefix, batch = self._waiting[0][0], dict[int, Row]()
             while self._waiting and (self.free or lent) and self._waiting[0][0] is prefix:
                 row = self._waiting.popleft()[1]
-                if not row.cancelled:
-                    batch.append((self.free.pop() if self.free else self._lend(lent.pop(0)), row))
-                elif row.channel is not None:
-                    row.channel.note(row, ended=True)
+                if row.cancelled:
+                    self._end(row, None)
+                else:
+                    batch[self.free.pop() if self.free else self._lend(lent.pop(0))] = row
             if batch:
                 rows = [
                     (slot, row.prompt_row, row.drawn + row.transcript.count, row.counters, row.of_turn)
-                    for slot, row in batch
+                    for slot, row in batch.items()
                 ]
                 self._state = self.engine.insert(prefix, self._state, rows)
-            filled += batch
-        self.live.update(filled)
-        return filled
+            self.live |= batch
 
-    def advance(self, *, more: bool) -> DecodeResult:
+    def _advance(self, more: bool) -> DecodeResult:
         """Runs one dispatch, adds the tokens to the rows in `live`, and returns the result on the host. Some row must
-        be in `live`. The dispatch may end early, by `Decoding.refill`, if rows wait for a slot or a reply, or if `more`
-        says that further rows wait for their prefill."""
+        be in `live`. The dispatch may end early, by `Decoding.refill`, if rows wait for prefill, a slot or a reply."""
         decoding, queued = self.engine.decoding, more or bool(self._waiting)
         ends = [
             len(r.prompt) + min(r.transcript.count + decoding.steps_per_dispatch, r.limit) for r in self.live.values()
         ]
         idle = max(1, int(decoding.slots * decoding.refill)) if queued or self._asked else None
         began, weights = time.perf_counter(), self.engine.weights
-        assert self._state is not None  # `fill` has allocated it
+        assert self._state is not None  # `_fill` has allocated it
         with weights.lock:
             version = weights.version
             self._state, parts = self.engine.generate(self._state, idle=idle, attend_length=max(ends))
@@ -259,51 +270,32 @@ class Schedule:
         usage.queued_tokens += tokens * queued
         return drawn
 
-    def settle(self, drawn: DecodeResult) -> list[tuple[int, Row]]:
-        """Takes the rows that `drawn` shows inactive out of `live`, and returns (slot, row) of each row that has ended.
-        A row with an environment has ended only if the row is cancelled: else the environment is asked for a reply."""
-        ended = [(slot, row) for slot, row in self.live.items() if not drawn.active[slot]]
-        for slot, row in ended:
+    def _settle(self, drawn: DecodeResult) -> None:
+        """Takes the rows that `drawn` shows inactive out of `live`. An environment is asked for its reply to its row.
+        Rows without an environment have ended, and so have cancelled rows."""
+        for slot, row in [(slot, row) for slot, row in self.live.items() if not drawn.active[slot]]:
             del self.live[slot]
             if row.environment is not None and not row.cancelled:
                 self._asked[slot] = _PendingReply(row, row.ask(), time.perf_counter())
-        return [(slot, row) for slot, row in ended if slot not in self._asked]
+            else:
+                self._end(row, slot)
 
-    def resume(self) -> list[tuple[int | None, Row]]:
-        """Continues the rows whose replies have come. Returns (slot, row) of each row that ends with its reply, or is
-        cancelled while it waits. The slot is None if another row has taken the slot. Does not wait for replies."""
+    def _resume(self) -> None:
+        """Continues the rows whose replies have come, or ends them. Does not wait for replies."""
         in_slots = {slot: asked for slot, asked in self._asked.items() if asked.over}
         without = [asked for asked in self._without_slot if asked.over]
         self._asked = {slot: asked for slot, asked in self._asked.items() if slot not in in_slots}
         self._without_slot = [asked for asked in self._without_slot if asked not in without]
-        ended: list[tuple[int | None, Row]] = []
         extended: list[tuple[int, Row]] = []
         version = self.engine.weights.version
-        for slot, (row, reply, _) in in_slots.items():
-            goes_on = not row.cancelled and row.take(reply.result(), version)
-            (extended if goes_on else ended).append((slot, row))
-        for row, reply, _ in without:
-            if not row.cancelled and row.take(reply.result(), version):
+        for slot, (row, reply, _) in [*in_slots.items(), *((None, asked) for asked in without)]:
+            if row.cancelled or not row.take(reply.result(), version):
+                self._end(row, slot)
+            elif slot is None:
                 self._prefill_again(row)
             else:
-                ended.append((None, row))
+                extended.append((slot, row))
         self._extend(extended)
-        return ended
-
-    def wait(self, timeout: float = 0.1) -> None:
-        """Blocks until the next reply has come, for `timeout` seconds at most; not at all if no row waits for one."""
-        replies = [asked.reply for asked in (*self._asked.values(), *self._without_slot)]
-        if replies:
-            concurrent.futures.wait(replies, timeout, concurrent.futures.FIRST_COMPLETED)
-
-    def shown(self) -> DecodeResult:
-        """What JetStream's detokenize thread sees of the slots: a dispatch without tokens, because the rows have their
-        tokens already. The active slots are those whose rows go on, also those that wait for a reply. The thread ends
-        the completions of all other slots."""
-        slots = self.engine.decoding.slots
-        active, none = np.zeros(slots, bool), np.zeros((slots, 0), np.int32)
-        active[[*self.live, *self._asked]] = True
-        return DecodeResult(none, none, np.zeros(slots, np.int32), active)
 
     def _lend(self, slot: int) -> int:
         """Takes `slot` from the row that waits for its reply there, and returns `slot`."""

@@ -1,22 +1,19 @@
 """The orchestrator driver: JetStream's Driver in this process, and a rollout that uses the Driver's threads.
 
 A fault of a thread, or a stop, raises an exception in each call that waits. One JetStream request is a chunk of
-prompts. The generate thread splits the chunk into one request per completion, so that each completion takes and frees a
-slot of its own. The detokenize thread tells channels of tokens and ends, and gives slots back.
+prompts. The generate thread gives each of its completions a slot, and tells the completion's channel of tokens and of
+the end. JetStream's detokenize thread has nothing to do: text is made elsewhere.
 """
 
 import contextlib
 import queue
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from rpg_jax.rollout.engine import DecodeEngine
-from rpg_jax.rollout.jetstream.adapter import JetStreamEngine, JetstreamMetricsCollector, orchestrator, packed
+from rpg_jax.rollout.jetstream.adapter import JetStreamEngine, JetstreamMetricsCollector, orchestrator
 from rpg_jax.rollout.request import Request, Row
 from rpg_jax.rollout.rollout import Feedable
 from rpg_jax.rollout.schedule import Chunk, Finish, Schedule, Usage, completions_of, plan
@@ -37,20 +34,6 @@ class Channel(Protocol):
         """Takes the RolloutError of a driver that has ended. No row gets further tokens."""
 
 
-def _row_request(row: Row) -> orchestrator.ActiveRequest:
-    """Makes JetStream's request of one completion for the detokenize thread. The request only tells the row's channel
-    of each dispatch and of the end: the row has the tokens already."""
-    tell = types.SimpleNamespace(
-        add_result=lambda samples: row.channel.note(row, ended=False), close=lambda: row.channel.note(row, ended=True)
-    )
-    return orchestrator.ActiveRequest(
-        max_tokens=row.sampling.max_tokens,
-        return_channel=tell,
-        complete=np.zeros(1, bool),
-        is_client_side_tokenization=True,
-    )
-
-
 class GuardedDriver(orchestrator.Driver):
     """JetStream's Driver, but it neither kills the process nor leaves a caller waiting. It starts its threads at once.
 
@@ -65,8 +48,9 @@ class GuardedDriver(orchestrator.Driver):
         self._guard = threading.Lock()
         self._channels: set[Channel] = set()
         self._fault: BaseException | None = None
-        self._placed = self._received = self._waiting = 0
-        self._keep_state, self._usage = keep_state, usage
+        self._placed = self._received = 0
+        self._keep_state = keep_state
+        self._schedule = Schedule(engine, usage, lambda row: row.channel.note(row, ended=True))
         adapter = JetStreamEngine(engine)
         super().__init__(
             prefill_engines=[adapter],
@@ -100,7 +84,7 @@ class GuardedDriver(orchestrator.Driver):
     def has_room(self) -> bool:
         """Whether no row waits for its prefill or for a slot. Raises RolloutError as `check_alive` does."""
         self.check_alive()
-        return self._placed == self._received and not self._waiting
+        return self._placed == self._received and not self._schedule.waiting
 
     def check_alive(self) -> None:
         """Raises RolloutError if the driver or one of its threads has ended, because no result would come any more."""
@@ -131,9 +115,6 @@ class GuardedDriver(orchestrator.Driver):
         for channel in self._channels:
             channel.set_exception(self._error(thread))
         self._channels.clear()
-        for slots in self._generate_slots:  # JetStream's `stop` wakes the threads that wait on other queues
-            with contextlib.suppress(queue.Full):
-                slots.put_nowait(None)
 
     def _error(self, thread: str = "driver") -> RolloutError:
         if self._fault is None:
@@ -163,36 +144,20 @@ class GuardedDriver(orchestrator.Driver):
     def _generate_thread(self, idx: int) -> None:
         """Decodes until the driver ends. JetStream's own loop inserts one request per call, runs up to eight dispatches
         ahead of the thread that reads the results, and asserts that a slot is taken while another thread frees it."""
-        engine: DecodeEngine = self._generate_engines[idx].engine
-        slots, detokenize = self._generate_slots[idx], self._detokenize_backlogs[idx]
-        count = engine.decoding.slots
-        schedule = Schedule(engine, [self._take(slots) for _ in range(count)], self._usage)
+        schedule, slots = self._schedule, self._schedule.engine.decoding.slots
         if self._metrics_collector:
             gauge = self._metrics_collector.get_slots_available_percentage_metric(idx)
-            gauge.set_function(lambda: len(schedule.free) / count)
+            gauge.set_function(lambda: len(schedule.free) / slots)
         while self.live:
             if schedule.empty and not self._keep_state and self._placed == self._received:
                 schedule.release_state()
             while schedule.hungry and (self._placed > self._received or schedule.empty):
                 request = self._take(self._generate_backlogs[idx])
                 schedule.add(request.prefill_result, request.prefill_content.rows)
-                self._waiting, self._received = schedule.waiting, self._received + 1
-            if ended := schedule.resume():
-                detokenize.put((0, packed(schedule.shown())))
-                schedule.free += [self._take(slots) for slot, row in ended if slot is not None]
-                for slot, row in ended:
-                    if slot is None:  # the detokenize thread does not know it
-                        row.channel.note(row, ended=True)
-            for slot, row in schedule.fill():
-                detokenize.put((slot, _row_request(row)))
-            self._waiting = schedule.waiting
-            if not schedule.live:
-                schedule.wait(POLL)
-                continue
-            left = schedule.settle(schedule.advance(more=self._placed > self._received))
-            detokenize.put((0, packed(schedule.shown())))
-            # The detokenize thread puts a slot back once it has delivered the completion.
-            schedule.free += [self._take(slots) for _ in left]
+                self._received += 1
+            schedule.round(more=self._placed > self._received)
+            for row in schedule.live.values():
+                row.channel.note(row, ended=False)
 
 
 class _Stopped(Exception):

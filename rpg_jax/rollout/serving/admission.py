@@ -298,7 +298,9 @@ class _Stream:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
 
     def note(self, row: Row, ended: bool) -> None:
-        self._put(None if ended else row)
+        self._put(row)
+        if ended:
+            self._put(None)
 
     def set_exception(self, exception: BaseException) -> None:
         self._put(exception)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rpg_jax.rollout import RolloutError
-from rpg_jax.rollout.jetstream import adapter
+from rpg_jax.rollout.jetstream import orchestrator
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
 from rpg_jax.rollout.request import Row
 from rpg_jax.rollout.schedule import Chunk
@@ -67,8 +67,8 @@ def test_a_fault_in_allocating_the_cache_is_raised_at_the_call(build, work, expe
 
 def test_a_fault_in_delivery_is_raised_at_the_call(sampler, work, expected, is_same, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(adapter.token_utils, "process_result_tokens", failing([3], None))
-        with pytest.raises(RolloutError, match="detokenize-0 thread failed"):
+        patch.setattr(orchestrator.Ticket, "note", failing([3], orchestrator.Ticket.note))
+        with pytest.raises(RolloutError, match="generate-0 thread failed"):
             sampler.generate(work)
     assert is_same(sampler.generate(work), expected)
 
@@ -105,8 +105,6 @@ def test_a_stop_under_load_leaves_no_caller_waiting(sampler, work, expected, is_
 
 
 def test_an_interrupted_call_frees_its_slots(sampler, work, expected, is_same, monkeypatch):
-    from rpg_jax.rollout.jetstream import orchestrator
-
     def interrupted(self, driver):
         time.sleep(0.05)
         raise KeyboardInterrupt
@@ -182,7 +180,8 @@ def test_requests_that_clients_have_closed_hold_up_the_next_by_the_smallest_pref
     monkeypatch.setattr(sampler.engine, "prefill", counted)
     driver, channel = sampler.driver(), Mock()
     for i in range(6):
-        rows = [Row(np.ones(20, np.int32), (0, 0, i, j), work.sampling, cancelled=True, prompt_row=j) for j in (0, 1)]
+        how = {"cancelled": True, "channel": channel}
+        rows = [Row(np.ones(20, np.int32), (0, 0, i, j), work.sampling, prompt_row=j, **how) for j in (0, 1)]
         driver.submit([Chunk(np.ones((2, 32), np.int32), np.full(2, 20, np.int32), rows)], channel)
         driver.retire(channel)
     assert is_same(sampler.generate(work), expected)

@@ -17,7 +17,7 @@ from dataclasses import replace
 import pytest
 
 from rpg_jax.rollout import RolloutError
-from rpg_jax.rollout.jetstream import adapter, orchestrator
+from rpg_jax.rollout.jetstream import orchestrator
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
 
 BATCHES = int(os.environ.get("RPG_STRESS_BATCHES", 300))
@@ -89,7 +89,7 @@ def test_faults_cancellations_and_stops_leave_only_right_tokens(
     outcomes: list[str] = []
     with monkeypatch.context() as patch:
         places = [(sampler.engine, stage, period) for stage in STAGES]
-        places.append((adapter.token_utils, "process_result_tokens", 8 * period))  # delivery, once per slot
+        places.append((orchestrator.Ticket, "note", 8 * period))  # delivery, once per slot
         for owner, name, every in places:
             patch.setattr(owner, name, failing(every, counts, name, getattr(owner, name)))
         patch.setattr(orchestrator.Ticket, "wait", cancelled_wait)
