@@ -117,7 +117,7 @@ class Contender:
         one, (ours, used) = self.one, zip(*self.times, strict=True)
         layout, seconds = one.layout, statistics.median(ours)
         asked: Any = self.compiled.memory_analysis()
-        trained, frozen, peak = bytes_on_a_device(one.learner.like.params), layout.abstract_base, subject.peak_flops()
+        trained, peak = bytes_on_a_device(one.learner.like.params), subject.peak_flops()
         found: dict[str, Any] = {
             "bench": "step",
             "setting": self.name,
@@ -149,7 +149,7 @@ class Contender:
             "outputs_bytes": asked.output_size_in_bytes,
             "in_place_bytes": asked.alias_size_in_bytes,
             "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use") or subject.peak_bytes(),
-            "base_bytes": 0 if frozen is None else int(bytes_on_a_device(frozen)),
+            "base_bytes": int(bytes_on_a_device(layout.base)),
             "trained_bytes": int(trained),
             "slots_bytes": int(bytes_on_a_device(one.learner.like) - trained),
             "sync_bytes": int(bytes_on_a_device(memory.synced_params(layout, make_decoding(layout)))),

@@ -25,7 +25,7 @@ from rpg_jax.runs.layout import Layout, make_layout, row_shape
 from rpg_jax.runs.learner import Learner, first_adapters, learner_programs, make_learner, new_base
 from rpg_jax.runs.memory import with_micro_batch
 from rpg_jax.runs.resolve import resolve
-from rpg_jax.training.state import TrainState
+from rpg_jax.training.state import TrainState, shardings_of
 from rpg_jax.training.step import Programs
 from rpg_jax.types import Batch, Rows
 
@@ -135,7 +135,7 @@ def _random(layout: Layout) -> Any:
     """Draws random weights in the shapes, dtypes and shardings of a layout."""
     m = layout.config.model
     dtypes = {"param_dtype": m.param_dtype, "compute_dtype": m.compute_dtype}
-    return models.init(layout.model, **dtypes, remat=m.remat, shardings=layout.param_shardings)[1]
+    return models.init(layout.model, **dtypes, remat=m.remat, shardings=shardings_of(layout.weights))[1]
 
 
 def arguments(parser: cli.Parser) -> None:
@@ -159,7 +159,7 @@ def chosen(arguments: argparse.Namespace, changes: Sequence[str]) -> Subject:
         raise ValueError(f"{file} names no published model: set --config.model.size, or take a --preset")
     layout = with_micro_batch(make_layout(config, PRESETS[preset].model.vocab_size if preset else None))
     learner = make_learner(layout, supervised=True)  # without a learned baseline
-    programs = learner_programs(layout, learner, base=layout.abstract_base)
+    programs = learner_programs(layout, learner, base=layout.base)
     return Subject(preset or Path(file).stem, layout, learner, programs)
 
 

@@ -19,7 +19,7 @@ from rpg_jax.runs.layout import Layout, reference_layout, row_shape, rows_per_up
 from rpg_jax.runs.learner import Learner, learner_programs
 from rpg_jax.runs.memory import decoding_params
 from rpg_jax.training.critic import Critic
-from rpg_jax.training.state import abstract
+from rpg_jax.training.state import abstract, shardings_of
 from rpg_jax.training.step import Anchor, Sums
 from rpg_jax.types import Batch, Rows
 
@@ -162,11 +162,11 @@ def training(layout: Layout, learner: Learner) -> Iterator[tuple[str, jax.stages
     names are "log-probs"; "baseline", a critic's values, if there is a critic; and "update" if one micro-batch makes an
     update and nothing is rehearsed, else "start", "add" and "apply"."""
     c, shape, state = layout.config, row_shape(layout.config), learner.like
-    programs = learner_programs(layout, learner, base=layout.abstract_base)
+    programs = learner_programs(layout, learner, base=layout.base)
     batch = batch_of(layout, critic=learner.critic is not None)
     if c.loss.estimator == "exact":  # the KL is summed over the vocabulary, from the reference's hidden states
         reference = reference_layout(layout)
-        embed, dtype = reference.abstract_params["embed"], jnp.dtype(reference.config.model.compute_dtype)
+        embed, dtype = reference.weights["embed"], jnp.dtype(reference.config.model.compute_dtype)
         sizes = shape.rows, shape.completion_length, reference.model.embed_dim
         hidden: Any = jax.ShapeDtypeStruct(sizes, dtype, sharding=layout.row_sharding)
         head: Any = jax.ShapeDtypeStruct(embed.shape, dtype, sharding=embed.sharding)
@@ -180,9 +180,10 @@ def training(layout: Layout, learner: Learner) -> Iterator[tuple[str, jax.stages
         yield "update", programs.fused.lower(state, batch)
         return
     start = programs.start.lower(state.weights, batch)
-    where = jax.tree.map(lambda p: p.sharding, state.weights)
     everywhere = jax.tree.map(lambda _: layout.replicated, start.out_info.metrics)
-    sums = Sums(abstract(start.out_info.grads, where), abstract(start.out_info.metrics, everywhere))
+    sums = Sums(
+        abstract(start.out_info.grads, shardings_of(state.weights)), abstract(start.out_info.metrics, everywhere)
+    )
     yield "start", start
     yield "add", programs.add.lower(state.weights, sums, batch)
     yield "apply", programs.apply.lower(state, sums)

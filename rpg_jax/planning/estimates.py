@@ -38,8 +38,8 @@ def _training(layout: Layout, flops: Mapping[str, float]) -> dict[str, tuple[Cos
     """{name: (costs, peak in bytes)} of the programs that train. In each layer a collective gathers the weights for
     every pass, and a collective sums the gradients once."""
     model, shape = layout.model, row_shape(layout.config)
-    weights, held = parameter_count(model), memory.bytes_on_a_device(layout.abstract_trained)
-    summed = sum(4 * x.size for x in jax.tree.leaves(layout.trained_shapes))
+    weights, held = parameter_count(model), memory.bytes_on_a_device(layout.trained)
+    summed = sum(4 * x.size for x in jax.tree.leaves(layout.trained))
     width, layers = memory.bytes_of_a_number(layout), model.num_layers
     split = layout.mesh.shape["fsdp"] > 1
     gathered = split * width * weights / layout.mesh.shape["tensor"]
@@ -95,8 +95,8 @@ def estimate(config: ConfigDict, topology: Topology, lengths: Lengths | None = N
     sampling = max(program.hbm for name, program in programs.items() if name in SAMPLING)
     return {
         "fits": sampling <= topology.chip.hbm and training <= memory.TRUSTED * topology.chip.hbm,
-        "trained": sum(x.size for x in jax.tree.leaves(layout.trained_shapes)),
-        "base_bytes": 0.0 if layout.abstract_base is None else memory.bytes_on_a_device(layout.abstract_base),
+        "trained": sum(x.size for x in jax.tree.leaves(layout.trained)),
+        "base_bytes": memory.bytes_on_a_device(layout.base),
         "state_bytes": memory.bytes_on_a_device(learner.like),
         "sync_bytes": memory.bytes_on_a_device(memory.synced_params(layout, decoding)),
         "training_peak_bytes": training,

@@ -37,6 +37,7 @@ from rpg_jax.runs.resolve import environment_options, own_code, reward_arguments
 from rpg_jax.storage import write_atomically
 from rpg_jax.storage.files import read_if_there
 from rpg_jax.training.generate import GroupGenerator
+from rpg_jax.training.state import shardings_of
 from rpg_jax.types import Sampling
 
 
@@ -293,7 +294,7 @@ def _decoding_base(layout: Layout, decoding: rollout.Decoding, base: models.Base
     """The frozen weights for decoding: `base` itself, the trainer's, or a copy in another layout or in 8 bits."""
     if not memory.has_copy(layout, decoding):
         return base
-    weights, where = base.weights, jax.tree.map(lambda x: x.sharding, memory.decoding_base(layout, decoding).weights)
+    weights, where = base.weights, shardings_of(memory.decoding_base(layout, decoding).weights)
     if decoding.int8 and not layout.config.model.lora.int8:
         weights = jax.jit(quantized)(weights)
     own = jax.tree.leaves(where)[0].is_fully_addressable

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from rpg_jax import data, models, parallel, rollout
 from rpg_jax.models.lora import adapter_axes, adapter_shapes
 from rpg_jax.models.weights import quantized, quantized_shardings
-from rpg_jax.training.state import abstract
+from rpg_jax.training.state import abstract, shardings_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Layout:
       mesh: the mesh of the devices that train.
       rules: map logical axes to axes of `mesh`.
       model, graphdef: the model's dimensions, and its Flax graphdef.
-      param_shapes, param_shardings: nested dicts of the model's weights, without adapters: `ShapeDtypeStruct`s, and
-        shardings on `mesh`.
-      adapter_shapes, adapter_shardings: the same of the adapters; None if the run trains all weights.
+      weights: nested dict of the model's weights, without adapters: a `ShapeDtypeStruct` with a sharding on `mesh` for
+        each array.
+      adapters: the same of the adapters; None if the run trains all weights.
       decoding_devices: the devices that decode together. They are all devices of `mesh`, the devices of one host, or
         devices that do not train.
       decoding_hosts: the number of hosts that decode by themselves, each a part of the prompts.
@@ -42,13 +42,11 @@ class Layout:
     rules: parallel.Rules
     model: models.DecoderConfig
     graphdef: Any
-    param_shapes: Any
-    param_shardings: Any
+    weights: Any
     decoding_devices: Sequence[jax.Device]
     decoding_hosts: int
     device_memory: float | None = None
-    adapter_shapes: Any = None
-    adapter_shardings: Any = None
+    adapters: Any = None
     trains: bool = True
 
     def activate(self) -> contextlib.AbstractContextManager:
@@ -62,35 +60,17 @@ class Layout:
         return models.Lora(c.rank, c.alpha, c.targets) if c.rank else None
 
     @property
-    def trained_shapes(self) -> Any:
-        """Nested dict of the trained arrays (adapters, else all weights) as `ShapeDtypeStruct`s without shardings."""
-        return self.param_shapes if self.adapter_shapes is None else self.adapter_shapes
+    def trained(self) -> Any:
+        """The trained arrays (adapters, else all weights), a nested dict like `weights`."""
+        return self.weights if self.adapters is None else self.adapters
 
     @property
-    def trained_shardings(self) -> Any:
-        """The shardings of the trained arrays (adapters, else all weights), a nested dict."""
-        return self.param_shardings if self.adapter_shapes is None else self.adapter_shardings
-
-    @property
-    def abstract_trained(self) -> Any:
-        """Nested dict of the trained arrays (adapters, else all weights) as `ShapeDtypeStruct`s with shardings."""
-        return abstract(self.trained_shapes, self.trained_shardings)
-
-    @property
-    def abstract_params(self) -> Any:
-        """Nested dict of the model's weights, without adapters, as `ShapeDtypeStruct`s with shardings on `mesh`."""
-        return abstract(self.param_shapes, self.param_shardings)
-
-    @property
-    def abstract_base(self) -> models.Base | None:
-        """The frozen weights beside adapters as `ShapeDtypeStruct`s with shardings, in 8 bits if the config says so.
-        None if all weights are trained."""
+    def base(self) -> models.Base | None:
+        """The frozen weights beside adapters, like `weights`, in 8 bits if the config says so. None if all weights are
+        trained."""
         if self.lora is None:
             return None
-        shapes, shardings = self.param_shapes, self.param_shardings
-        if self.config.model.lora.int8:
-            shapes, shardings = jax.eval_shape(quantized, shapes), quantized_shardings(shardings, shapes)
-        return models.Base(abstract(shapes, shardings), self.lora.scale)
+        return models.Base(in_8_bits(self.weights) if self.config.model.lora.int8 else self.weights, self.lora.scale)
 
     def without_adapters(self, *, dtype: str, model: models.DecoderConfig | None = None) -> Layout:
         """A layout on the same mesh, of the same model (None) or of another `model`, without adapters: all weights may
@@ -99,10 +79,9 @@ class Layout:
         config.model.lora.rank, config.model.param_dtype = 0, dtype
         model = model or self.model
         graphdef, shapes = abstract_model(config, model)
-        where = parallel.shardings(models.logical_axes(model), shapes, self.mesh, self.rules)
+        weights = abstract(shapes, parallel.shardings(models.logical_axes(model), shapes, self.mesh, self.rules))
         own: dict[str, Any] = {"config": config, "model": model, "graphdef": graphdef}
-        own |= {"param_shapes": shapes, "param_shardings": where, "adapter_shapes": None, "adapter_shardings": None}
-        return dataclasses.replace(self, **own)
+        return dataclasses.replace(self, **own, weights=weights, adapters=None)
 
     @property
     def replicated(self) -> NamedSharding:
@@ -143,18 +122,23 @@ def make_layout(
         raise ValueError(f"{error}{only}") from error
     rules = parallel.parse_rules(config.sharding)
     graphdef, shapes = abstract_model(config, model)
-    shardings = parallel.shardings(models.logical_axes(model), shapes, mesh, rules)
+    weights = abstract(shapes, parallel.shardings(models.logical_axes(model), shapes, mesh, rules))
     if host is None:
         host = sorted((d for d in devices if d.process_index == jax.process_index()), key=lambda d: d.id)
         device_memory = device_memory or (host[0].memory_stats() or {}).get("bytes_limit")
     hosts = 1 if rollout.find_driver(config.rollout.driver).spans_hosts else len(devices) // len(host)
     decoding = decoding or list(mesh.devices.flat if hosts == 1 else host)
-    whole = Layout(config, mesh, rules, model, graphdef, shapes, shardings, decoding, hosts, device_memory)
+    whole = Layout(config, mesh, rules, model, graphdef, weights, decoding, hosts, device_memory)
     if (lora := whole.lora) is None:
         return whole
     own = adapter_shapes(model, lora, jnp.dtype(config.model.param_dtype))
     where = parallel.shardings(adapter_axes(model, lora), own, mesh, rules)
-    return dataclasses.replace(whole, adapter_shapes=own, adapter_shardings=where)
+    return dataclasses.replace(whole, adapters=abstract(own, where))
+
+
+def in_8_bits(weights: Any) -> Any:
+    """The `ShapeDtypeStruct`s with shardings of `quantized(weights)`. `weights` is such a tree too."""
+    return abstract(jax.eval_shape(quantized, weights), quantized_shardings(shardings_of(weights), weights))
 
 
 def abstract_model(config: ConfigDict, model: models.DecoderConfig) -> tuple[Any, Any]:

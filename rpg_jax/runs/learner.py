@@ -23,29 +23,23 @@ from rpg_jax.training.critic import Critic
 from rpg_jax.training.objective import Objective, mean_fn, policy_loss_fn
 from rpg_jax.training.optimizer import Optimizer, make_optimizer
 from rpg_jax.training.reference import Taught, make_rule
-from rpg_jax.training.state import TrainState, abstract, create_state, in_host_memory, state_shapes, state_shardings
+from rpg_jax.training.state import TrainState, abstract_state, create_state, in_host_memory, shardings_of
 from rpg_jax.training.step import Programs, make_programs
 from rpg_jax.types import Count
 
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-    """How weights are updated: `optimizer`, the learned baseline `critic` (None: there is none), and the train state's
-    layout: `shapes` has a `ShapeDtypeStruct` for each array of the state, and `shardings` a sharding."""
+    """How weights are updated: `optimizer`, the learned baseline `critic` (None: there is none), and `like`, a train
+    state with a `ShapeDtypeStruct` and sharding for each array, into which a checkpoint is restored."""
 
     optimizer: Optimizer
     critic: Critic | None
-    shapes: TrainState
-    shardings: TrainState
-
-    @property
-    def like(self) -> TrainState:
-        """A train state with a `ShapeDtypeStruct` and sharding for each array, into which a checkpoint is restored."""
-        return abstract(self.shapes, self.shardings)
+    like: TrainState
 
     def create(self, params: Any) -> TrainState:
         """The state before the first update. It has copies of `params`, the trained weights, which stay valid."""
-        return create_state(params, self.optimizer, self.shardings, self.critic)
+        return create_state(params, self.optimizer, self.like, self.critic)
 
 
 def make_learner(layout: Layout, *, supervised: bool = False, **optimizer_changes: Any) -> Learner:
@@ -54,9 +48,9 @@ def make_learner(layout: Layout, *, supervised: bool = False, **optimizer_change
     ValueError for another wrong field of the optimizer, a wrong `offload`, or a learned baseline beside adapters."""
     optimizer = make_optimizer(**{**optimizer_arguments(layout.config), **optimizer_changes})
     critic = None if supervised else _make_critic(layout)
-    trained, offload = (layout.trained_shapes, layout.trained_shardings), "optimizer" in offloaded(layout.config)
-    shardings = state_shardings(*trained, optimizer, layout.replicated, critic, offload=offload)
-    return Learner(optimizer, critic, state_shapes(layout.trained_shapes, optimizer, critic), shardings)
+    offload = "optimizer" in offloaded(layout.config)
+    like = abstract_state(layout.trained, optimizer, layout.replicated, critic, offload=offload)
+    return Learner(optimizer, critic, like)
 
 
 def optimizer_arguments(config: ConfigDict) -> dict[str, Any]:
@@ -127,7 +121,7 @@ def learner_programs(
         learner.optimizer,
         objective,
         temperature=layout.config.rollout.temperature if temperature is None else temperature,
-        state_sharding=learner.shardings,
+        state=learner.like,
         batch_sharding=layout.row_sharding,
         base=base,
     )
@@ -162,12 +156,12 @@ def open_teacher(layout: Layout, tokenizer: data.Tokenizer, *, offload: bool) ->
     check_tokenizer(path, data.load_tokenizer(folder), tokenizer)
     dtype = own.config.model.param_dtype
     whole = own.without_adapters(dtype=dtype, model=models.read_config(folder))
-    params = models.load(folder, whole.model, param_dtype=jnp.dtype(dtype), shardings=whole.param_shardings)
+    params = models.load(folder, whole.model, param_dtype=jnp.dtype(dtype), shardings=shardings_of(whole.weights))
     if whole.model != own.model:  # the first entries of the vocabulary
         cut = {name: x[: own.model.vocab_size] for name, x in params.items() if name in ("embed", "lm_head")}
-        params = jax.device_put(params | cut, own.param_shardings)
+        params = jax.device_put(params | cut, shardings_of(own.weights))
     if offload:
-        params = jax.device_put(params, jax.tree.map(in_host_memory, own.param_shardings))
+        params = jax.device_put(params, jax.tree.map(lambda x: in_host_memory(x.sharding), own.weights))
     programs = learner_programs(own, make_learner(own, supervised=True))
     return Taught(params, programs)
 
@@ -193,21 +187,20 @@ def init_params(layout: Layout) -> Any:
     """The weights of `model.path`, or random weights by `warm_start.seed`, made straight in their shards: a nested dict
     of arrays in `model.param_dtype`, without adapters. Raises ValueError if the model is missing or damaged,
     StorageFailure if a bucket cannot be read."""
-    m, dtype = layout.config.model, jnp.dtype(layout.config.model.param_dtype)
+    m, where = layout.config.model, shardings_of(layout.weights)
+    how: dict[str, Any] = {"param_dtype": jnp.dtype(m.param_dtype), "shardings": where}
     if m.path:
-        folder = models.local_folder(m.path)
-        return models.load(folder, layout.model, param_dtype=dtype, shardings=layout.param_shardings)
-    seed = layout.config.warm_start.seed
-    return models.init(layout.model, seed=seed, param_dtype=dtype, shardings=layout.param_shardings)[1]
+        return models.load(models.local_folder(m.path), layout.model, **how)
+    return models.init(layout.model, seed=layout.config.warm_start.seed, **how)[1]
 
 
 def no_params(layout: Layout) -> Any:
     """Zeros in place of the trained arrays, for a run whose checkpoint has these arrays. `model.path` is not read."""
 
     def zeros() -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), layout.trained_shapes)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), layout.trained)
 
-    return jax.jit(zeros, out_shardings=layout.trained_shardings)()
+    return jax.jit(zeros, out_shardings=shardings_of(layout.trained))()
 
 
 def open_base(
@@ -223,7 +216,7 @@ def open_base(
         return None
     if not _keeps_base(layout.config):
         return new_base(layout, draw)
-    kept, like = Snapshots(folder.home / "base"), layout.abstract_base
+    kept, like = Snapshots(folder.home / "base"), layout.base
     assert like is not None
     if not begins:
         return dataclasses.replace(like, weights=kept.restore(0, like.weights))
@@ -236,7 +229,7 @@ def open_base(
 def new_base(layout: Layout, draw: Draw) -> models.Base:
     """The weights that `draw` gives for the layout without adapters, frozen in `model.compute_dtype`, or in 8 bits with
     `model.lora.int8`. The layout must have adapters."""
-    m, like = layout.config.model, layout.abstract_base
+    m, like = layout.config.model, layout.base
     assert like is not None, "a layout without adapters has no base"
     params = draw(layout.without_adapters(dtype=m.param_dtype if _keeps_base(layout.config) else m.compute_dtype))
 
@@ -245,8 +238,7 @@ def new_base(layout: Layout, draw: Draw) -> models.Base:
         return quantized(params) if m.lora.int8 else params
 
     if m.lora.int8 or any(x.dtype != m.compute_dtype for x in jax.tree.leaves(params)):
-        where = jax.tree.map(lambda x: x.sharding, like.weights)
-        params = jax.jit(freeze, out_shardings=where)(params)
+        params = jax.jit(freeze, out_shardings=shardings_of(like.weights))(params)
     return dataclasses.replace(like, weights=params)
 
 
@@ -261,11 +253,10 @@ def first_adapters(layout: Layout) -> Any:
     Raises ValueError if the adapters at this path are missing or do not fit, StorageFailure as `init_params`."""
     c, lora = layout.config, layout.lora
     assert lora is not None, "a layout without adapters trains all weights"
-    dtype = jnp.dtype(c.model.param_dtype)
+    how: dict[str, Any] = {"dtype": jnp.dtype(c.model.param_dtype), "shardings": shardings_of(layout.adapters)}
     if c.model.lora.path:
-        folder, where = models.local_folder(c.model.lora.path), layout.adapter_shardings
-        return load_adapters(folder, layout.model, lora, dtype=dtype, shardings=where)
-    return init_adapters(layout.model, lora, seed=c.seed, dtype=dtype, shardings=layout.adapter_shardings)
+        return load_adapters(models.local_folder(c.model.lora.path), layout.model, lora, **how)
+    return init_adapters(layout.model, lora, seed=c.seed, **how)
 
 
 def merged_layout(layout: Layout, base: models.Base | None, adapters: Any) -> tuple[Layout, Any]:
@@ -278,4 +269,4 @@ def merged_layout(layout: Layout, base: models.Base | None, adapters: Any) -> tu
         return merged(base.policy(adapters))
 
     donated = () if layout.config.model.lora.int8 else (0,)  # bytes of another width cannot be used again
-    return whole, jax.jit(merge, out_shardings=whole.param_shardings, donate_argnums=donated)(base, adapters)
+    return whole, jax.jit(merge, out_shardings=shardings_of(whole.weights), donate_argnums=donated)(base, adapters)

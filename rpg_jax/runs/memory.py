@@ -20,11 +20,11 @@ from rpg_jax import models, parallel, rollout
 from rpg_jax.models import DecoderConfig
 from rpg_jax.models.lora import adapter_axes, attached
 from rpg_jax.models.sizes import parameter_count
-from rpg_jax.models.weights import quantized, quantized_shardings
 from rpg_jax.rollout import Decoding
 from rpg_jax.rollout.decode_state import DecodeState
 from rpg_jax.runs.layout import (
     Layout,
+    in_8_bits,
     make_layout,
     packing_shape,
     reference_layout,
@@ -34,7 +34,7 @@ from rpg_jax.runs.layout import (
 )
 from rpg_jax.runs.learner import Learner, make_learner, offloaded, reference_differs
 from rpg_jax.training.collect import UNKNOWN_SHARE
-from rpg_jax.training.state import abstract
+from rpg_jax.training.state import abstract, shardings_of
 
 UNKNOWN_MEMORY_SLOTS = 128  # over all devices that decode together
 LEFT_FREE = 1 / 16  # share of a device for prefilled prompts that wait, temporaries and gaps
@@ -51,7 +51,8 @@ def slots_that_fit(memory: float, held: float, slot: float, *, tile: int, needed
 
 
 def bytes_on_a_device(tree: Any) -> float:
-    """Bytes on one device of `tree`, of `ShapeDtypeStruct`s with shardings. Arrays in host memory do not count."""
+    """Bytes on one device of `tree`, of `ShapeDtypeStruct`s with shardings; None has 0. Arrays in host memory do not
+    count."""
     leaves = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind in (None, "device")]
     return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))
 
@@ -104,10 +105,10 @@ def _held_while_sampling(layout: Layout, learner: Learner, decoding: Decoding) -
     if layout.config.rollout.devices:
         return 0.0
     ahead = layout.config.rollout.max_staleness if layout.trains else 0
-    trained, own = bytes_on_a_device(layout.abstract_trained), has_copy(layout, decoding)
+    trained, own = bytes_on_a_device(layout.trained), has_copy(layout, decoding)
     state = bytes_on_a_device(learner.like) if layout.trains else trained  # without arrays in host memory
     if layout.lora is not None:
-        state += bytes_on_a_device(layout.abstract_base) if own else 0
+        state += bytes_on_a_device(layout.base) if own else 0
     elif not own and not ahead:
         state -= trained
     copies = ahead * bytes_on_a_device(synced_params(layout, decoding))
@@ -119,7 +120,7 @@ def _reference_bytes(layout: Layout) -> float:
     if layout.config.reference.path and not teacher_folder(layout.config):
         return 0.0  # servers have the teacher
     own = reference_layout(layout)
-    return bytes_on_a_device(layout.abstract_trained if own is layout else own.abstract_params)
+    return bytes_on_a_device(layout.trained if own is layout else own.weights)
 
 
 def _resident_reference(layout: Layout) -> float:
@@ -148,14 +149,12 @@ def decoding_params(layout: Layout, decoding: Decoding) -> Any:
 def synced_params(layout: Layout, decoding: Decoding) -> Any:
     """The arrays that a sync brings to the rollout, as `ShapeDtypeStruct`s with shardings: all weights, or the adapters
     if the rollout keeps their base beside them."""
-    apart, shardings = _apart(layout), decoding.shardings
-    params = layout.trained_shapes if apart else layout.param_shapes
+    params = layout.adapters if _apart(layout) else layout.weights
+    where = decoding.shardings or shardings_of(params)
     if decoding.dtype is not None:
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, decoding.dtype), params)
-    shardings = shardings or (layout.adapter_shardings if apart else layout.param_shardings)
-    if decoding.int8 and not apart:
-        params, shardings = jax.eval_shape(quantized, params), quantized_shardings(shardings, params)
-    return abstract(params, shardings)
+    params = abstract(params, where)
+    return in_8_bits(params) if decoding.int8 and not _apart(layout) else params
 
 
 def _apart(layout: Layout) -> bool:
@@ -169,11 +168,10 @@ def decoding_base(layout: Layout, decoding: Decoding) -> models.Base:
     A `ShapeDtypeStruct`, with its sharding on `decoding.mesh`, stands for each array. The layers' matrices are `Int8`
     if `model.lora.int8` or `decoding.int8` is set. `layout` must have adapters, and `decoding` a mesh."""
     assert decoding.mesh is not None and layout.lora is not None, "a layout with adapters decodes on a mesh"
-    shapes = layout.param_shapes
-    where = parallel.shardings(models.logical_axes(layout.model), shapes, decoding.mesh, decoding.rules)
-    if layout.config.model.lora.int8 or decoding.int8:
-        shapes, where = jax.eval_shape(quantized, shapes), quantized_shardings(where, shapes)
-    return models.Base(abstract(shapes, where), layout.lora.scale)
+    where = parallel.shardings(models.logical_axes(layout.model), layout.weights, decoding.mesh, decoding.rules)
+    weights = abstract(layout.weights, where)
+    rounds = layout.config.model.lora.int8 or decoding.int8
+    return models.Base(in_8_bits(weights) if rounds else weights, layout.lora.scale)
 
 
 def fitting_layout(config: ConfigDict, vocab_size: int) -> Layout:
@@ -209,9 +207,9 @@ def make_decoding(layout: Layout, most: int | None = None) -> rollout.Decoding:
     if mesh is not layout.mesh:
         if layout.model.num_kv_heads % mesh.shape["tensor"]:
             rules = parallel.override({"kv_heads": None}, rules)
-        shapes, axes = layout.param_shapes, models.logical_axes(layout.model)
+        shapes, axes = layout.weights, models.logical_axes(layout.model)
         if layout.lora is not None and not m.lora.merged:
-            shapes, axes = layout.adapter_shapes, adapter_axes(layout.model, layout.lora)
+            shapes, axes = layout.adapters, adapter_axes(layout.model, layout.lora)
         shardings = parallel.shardings(axes, shapes, mesh, rules)
     decoding = rollout.Decoding(
         slots=mesh.size,
@@ -317,8 +315,7 @@ def own_peaks(layout: Layout) -> dict[str, float]:
     micro-batches or has a rehearsal. Left out is what a compiler keeps beside: activations between two products of a
     layer, copies, gaps. The critic is left out too."""
     c, model, shape = layout.config, layout.model, row_shape(layout.config)
-    held = bytes_on_a_device(layout.abstract_trained)
-    frozen = 0.0 if layout.abstract_base is None else bytes_on_a_device(layout.abstract_base)
+    held, frozen = bytes_on_a_device(layout.trained), bytes_on_a_device(layout.base)
     width, layers = bytes_of_a_number(layout), model.num_layers
     rows = shape.rows * shape.length / layout.mesh.size  # tokens of a device
     inputs = rows * layers * _kept(model, c.model.remat) * width
@@ -342,8 +339,7 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
     `offload` names the reference. Devices that only sample hold nothing of the trainer's; a copy for them waits on the
     trainer's devices to be moved."""
     c, shape = layout.config, row_shape(layout.config)
-    weights = bytes_on_a_device(layout.abstract_trained)
-    frozen = 0 if layout.abstract_base is None else bytes_on_a_device(layout.abstract_base)
+    weights, frozen = bytes_on_a_device(layout.trained), bytes_on_a_device(layout.base)
     slots = bytes_on_a_device(learner.like) - weights  # without arrays in host memory
     params = decoding_params(layout, decoding)
     own = bytes_on_a_device(params) if has_copy(layout, decoding) else 0

@@ -33,6 +33,7 @@ from rpg_jax.runs.layout import Layout
 from rpg_jax.runs.memory import bytes_on_a_device, cache_bytes, decoding_params, has_copy, make_decoding
 from rpg_jax.runs.policy import Policy
 from rpg_jax.runs.processes import StopRequest, fast_dtype
+from rpg_jax.training.state import shardings_of
 
 _CHANGES = {"rollout.driver": "orchestrator"}
 _CPU_CONTEXT = 8192
@@ -181,6 +182,6 @@ class _Disk:
     def swap(self, weights: models.InHostMemory) -> int:
         with self._layout.activate():
             dtype = jnp.dtype(self._layout.config.model.compute_dtype)  # decoding's dtype; a sync would cast to it
-            params = weights.placed(dtype, self._layout.param_shardings)
+            params = weights.placed(dtype, shardings_of(self._layout.weights))
             self._rollout.sync_weights(params, self._rollout.weights.version + 1)
             return self._rollout.weights_checksum()

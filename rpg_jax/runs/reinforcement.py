@@ -279,7 +279,7 @@ def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Fol
             "evaluation.drift needs evaluation.temperature=rollout.temperature: otherwise completions are no samples "
             "of the policy that the log-probabilities are of"
         )
-    snapshots, like = Snapshots(folder.home / "initial"), experiment.layout.abstract_trained
+    snapshots, like = Snapshots(folder.home / "initial"), experiment.layout.trained
     return Drift(snapshots, like, algorithm.pack, algorithm.programs.logprobs, start)
 
 
@@ -319,7 +319,7 @@ def _make_reference(experiment: Experiment, folder: storage.Folder, closing: con
     ends the threads that ask a teacher's servers."""
     c, layout, offload = experiment.config, experiment.layout, "reference" in offloaded(experiment.config)
     memory: Literal["disk", "device", "host"] = "host" if offload else "device" if c.reference.resident else "disk"
-    how: dict[str, Any] = {"snapshots": Snapshots(folder.home / "reference"), "like": layout.abstract_trained}
+    how: dict[str, Any] = {"snapshots": Snapshots(folder.home / "reference"), "like": layout.trained}
     how["teacher"] = open_teacher(layout, experiment.tokenizer, offload=offload)
     if c.reference.path and not teacher_folder(c):
         from rpg_jax.runs.served_trainer import make_served_teacher  # not every installation has what it needs

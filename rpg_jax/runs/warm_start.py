@@ -65,7 +65,7 @@ def warm_started(experiment: Experiment, params: Any, rollout: Rollout, scorer: 
                 turn.enter_context(locked(Path(folder), wait=True))
         if cache.exists(0):
             try:
-                params = cache.restore(0, e.layout.abstract_params)
+                params = cache.restore(0, e.layout.weights)
                 print(f"warm start from {folder}")
                 return params
             except Refused as error:

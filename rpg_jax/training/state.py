@@ -51,6 +51,11 @@ def abstract(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
+def shardings_of(tree: Any) -> Any:
+    """The sharding of each array of `tree`: of arrays, or of `ShapeDtypeStruct`s with shardings."""
+    return jax.tree.map(lambda x: x.sharding, tree)
+
+
 def for_evaluation(like: TrainState, optimizer: Optimizer) -> TrainState:
     """Returns `like`, an `abstract` state, with `LEFT_OUT` for the critic and for slots of the optimizer that
     `evaluation_params` does not read: a restore leaves them on disk."""
@@ -62,16 +67,12 @@ def for_evaluation(like: TrainState, optimizer: Optimizer) -> TrainState:
     return like.replace(opt_state=slots, critic=jax.tree.map(lambda _: LEFT_OUT, like.critic))  # type: ignore[attr-defined]
 
 
-def create_state(params: Any, optimizer: Optimizer, where: TrainState, critic: Critic | None = None) -> TrainState:
-    """Returns the state before the first update, laid out as `where`, a state of shardings (see `state_shardings`).
+def create_state(params: Any, optimizer: Optimizer, like: TrainState, critic: Critic | None = None) -> TrainState:
+    """Returns the state before the first update, laid out as `like`, which `abstract_state` returns.
     Every leaf is a fresh buffer. Slots that start as a copy of a parameter would otherwise alias it, and an aliased
     buffer cannot be donated twice."""
-    return jax.jit(_first_state, static_argnums=(1, 2), out_shardings=where)(params, optimizer, critic)
-
-
-def state_shapes(params: Any, optimizer: Optimizer, critic: Critic | None = None) -> TrainState:
-    """Returns the `ShapeDtypeStruct`s of `create_state` for weights like `params`, without making an array."""
-    return jax.eval_shape(lambda params: _first_state(params, optimizer, critic), params)
+    how: dict[str, Any] = {"static_argnums": (1, 2), "out_shardings": shardings_of(like)}
+    return jax.jit(_first_state, **how)(params, optimizer, critic)
 
 
 def _first_state(params: Any, optimizer: Optimizer, critic: Critic | None) -> TrainState:
@@ -81,30 +82,31 @@ def _first_state(params: Any, optimizer: Optimizer, critic: Critic | None) -> Tr
     return TrainState(params, slots, *counts, own)
 
 
-def state_shardings(
+def abstract_state(
     params: Any,
-    param_shardings: Any,
     optimizer: Optimizer,
     replicated: jax.sharding.Sharding,
     critic: Critic | None = None,
     *,
     offload: bool = False,
 ) -> TrainState:
-    """Returns the sharding of every leaf of the state, as a `TrainState`. A slot of a parameter's shape has the
-    parameter's shards; with `offload`, in the memory of each device's host. Counts and other slots are `replicated`,
-    and so is the critic's head; its trunk has the policy's shards. `params` are the policy's arrays or shapes."""
+    """Returns a `ShapeDtypeStruct` with its sharding for every array of `create_state`, without making an array. A slot
+    of a parameter's shape has the parameter's shards; with `offload`, in the memory of each device's host. Counts and
+    other slots are `replicated`, and so is the critic's head; its trunk has the policy's shards. `params` are the
+    policy's `ShapeDtypeStruct`s with shardings."""
 
-    def slots(optimizer: Optimizer, params: Any, param_shardings: Any) -> Any:
+    def slots(optimizer: Optimizer, params: Any, where: Any) -> Any:
         return optax.tree.map_params(
             optimizer.init,
             lambda _, sharding: in_host_memory(sharding) if offload else sharding,
             jax.eval_shape(optimizer.init, params),
-            param_shardings,
+            where,
             transform_non_params=lambda _: replicated,
         )
 
-    own = None
+    own, where = None, shardings_of(params)
     if critic is not None:
-        where, own_shapes = critic.like(param_shardings, replicated), jax.eval_shape(critic.init, params)
-        own = CriticState(where, slots(critic.optimizer, own_shapes, where))
-    return TrainState(param_shardings, slots(optimizer, params, param_shardings), replicated, replicated, own)
+        of_critic = critic.like(where, replicated)
+        own = CriticState(of_critic, slots(critic.optimizer, jax.eval_shape(critic.init, params), of_critic))
+    shapes = jax.eval_shape(lambda params: _first_state(params, optimizer, critic), params)
+    return abstract(shapes, TrainState(where, slots(optimizer, params, where), replicated, replicated, own))

@@ -27,7 +27,7 @@ from rpg_jax.training.measures import sampler_gap, sum_and_weight
 from rpg_jax.training.objective import Objective, supervised_loss
 from rpg_jax.training.optimizer import Optimizer, apply_update
 from rpg_jax.training.policy_logprobs import completion_hidden, head_arguments, policy_logprobs
-from rpg_jax.training.state import TrainState, in_device_memory
+from rpg_jax.training.state import TrainState, in_device_memory, shardings_of
 from rpg_jax.types import Batch, Rows
 
 
@@ -172,7 +172,7 @@ def make_programs(
     objective: Objective,
     *,
     temperature: float,
-    state_sharding: TrainState,
+    state: TrainState,
     batch_sharding: jax.sharding.NamedSharding,
     base: Base | None = None,
 ) -> Programs:
@@ -185,12 +185,12 @@ def make_programs(
       graphdef: of the Flax NNX policy.
       optimizer, objective: of the policy; the critic has its own optimizer in `objective.critic`.
       temperature: the sampling temperature, at which log-probs are taken.
-      state_sharding: a `TrainState` of shardings.
+      state: a `TrainState` of `ShapeDtypeStruct`s with shardings, or of arrays.
       batch_sharding: of the rows of every batch array.
       base: the frozen weights, if the state's params are adapters; arrays or `ShapeDtypeStruct`s, with shardings.
     """
     functions = _Functions(graphdef, optimizer, objective, temperature)
-    leaves, treedef = jax.tree.flatten(state_sharding)
+    leaves, treedef = jax.tree.flatten(shardings_of(state))
     jitted = _jitted(functions, tuple(leaves), treedef, batch_sharding)._asdict()
     return Programs(**{name: program and Program(program, Frozen(base)) for name, program in jitted.items()})
 

@@ -150,8 +150,8 @@ def test_a_teacher_is_cut_to_the_policys_vocabulary_and_must_have_all_of_it(teac
     config.reference.path = str(teacher)
     layout = make_layout(resolve(config), tokenizer.vocab_size)
     own = reference_layout(layout)
-    assert own.param_shapes["embed"].shape == own.param_shapes["lm_head"].shape == (tokenizer.vocab_size, 64)
-    assert own.param_shapes["embed"].dtype == jnp.float32 and own.model.qkv_bias and not layout.model.qkv_bias
+    assert own.weights["embed"].shape == own.weights["lm_head"].shape == (tokenizer.vocab_size, 64)
+    assert own.weights["embed"].dtype == jnp.float32 and own.model.qkv_bias and not layout.model.qkv_bias
     with pytest.raises(ValueError, match="has 26 entries in its vocabulary, and the policy has 27"):
         reference_layout(make_layout(resolve(config), tokenizer.vocab_size + 9))
     config.task.max_prompt_tokens = 1_048_576

@@ -25,7 +25,7 @@ from rpg_jax.training.loop import Algorithm, add_advantages, add_logprobs
 from rpg_jax.training.objective import Objective, advantages_fn
 from rpg_jax.training.optimizer import make_optimizer
 from rpg_jax.training.policy_logprobs import policy_logprobs
-from rpg_jax.training.state import create_state, state_shardings
+from rpg_jax.training.state import abstract, abstract_state, create_state
 from rpg_jax.training.step import make_programs
 from rpg_jax.types import Completion, Count
 
@@ -47,10 +47,10 @@ def setting():
     graphdef, shapes = models.abstract(MODEL)
     where = parallel.shardings(models.logical_axes(MODEL), shapes, mesh)
     optimizer = make_optimizer("adamw", **SETTINGS, max_grad_norm=1.0)
-    state = state_shardings(shapes, where, optimizer, NamedSharding(mesh, PartitionSpec()))
+    like = abstract_state(abstract(shapes, where), optimizer, NamedSharding(mesh, PartitionSpec()))
     rows = NamedSharding(mesh, PartitionSpec(parallel.RULES["batch"]))
     params = [models.init(MODEL, seed=seed, shardings=where)[1] for seed in (0, 1, 2)]
-    return graphdef, optimizer, state, rows, params
+    return graphdef, optimizer, like, rows, params
 
 
 def group_of(members, old=None):
@@ -83,10 +83,10 @@ def exact():
 
 def expected_gradient(config, stale):
     """The mean over groups of the gradient that the config's programs have for one group a batch."""
-    graphdef, optimizer, where, rows, (present, earlier, ref) = setting()
+    graphdef, optimizer, like, rows, (present, earlier, ref) = setting()
     (name, hyperparameters), behaviour = loss_arguments(config), earlier if stale else present
     programs = make_programs(
-        graphdef, optimizer, policy_objective(config), temperature=1.0, state_sharding=where, batch_sharding=rows
+        graphdef, optimizer, policy_objective(config), temperature=1.0, state=like, batch_sharding=rows
     )
     algorithm = Algorithm(
         collector=SimpleNamespace(lags=False),
@@ -98,7 +98,7 @@ def expected_gradient(config, stale):
         ),
         updates_per_step=1,
     )
-    state = create_state(jax.tree.map(jnp.copy, present), optimizer, where)
+    state = create_state(jax.tree.map(jnp.copy, present), optimizer, like)
     old = np.asarray(of_tokens(behaviour))
     stored = [x[: len(c)] for x, c in zip(old, COMPLETIONS, strict=True)] if stale else None
     probabilities = np.exp(old.sum(axis=1, dtype=np.float64))
@@ -188,11 +188,11 @@ def test_what_is_refused_has_another_beta(level):
 @pytest.mark.parametrize("weight", [7.0, 0.0], ids=["", "of a mini-batch without a trained token"])
 def test_rehearsal_adds_its_share_of_the_forward_kl_whatever_the_weight_of_the_loss(weight):
     """The completions of the reference, enumerated: Σ π_ref(y) g(y) is the share times ∇KL(π_ref‖π_θ)."""
-    graphdef, optimizer, where, rows, (present, _, ref) = setting()
+    graphdef, optimizer, like, rows, (present, _, ref) = setting()
     loss = Objective(lambda logprobs, batch: (jnp.sum(logprobs * batch.mask) * weight, jnp.float32(weight), {}))
-    how = {"temperature": 1.0, "state_sharding": where, "batch_sharding": rows}
+    how = {"temperature": 1.0, "state": like, "batch_sharding": rows}
     programs = make_programs(graphdef, optimizer, loss, **how)
-    weights = create_state(jax.tree.map(jnp.copy, present), optimizer, where).weights
+    weights = create_state(jax.tree.map(jnp.copy, present), optimizer, like).weights
     one = [data.pack([group_of([i])], SHAPE, sharding=rows).batches[0] for i in range(3)]
 
     def gradient(sums):

@@ -6,6 +6,7 @@ import pytest
 from configs import tiny
 from rpg_jax.runs.learner import init_params, no_params
 from rpg_jax.runs.memory import fitting_layout
+from rpg_jax.training.state import shardings_of
 
 
 def test_the_weights_of_a_resumed_run_are_not_read_from_the_model_too():
@@ -17,5 +18,5 @@ def test_the_weights_of_a_resumed_run_are_not_read_from_the_model_too():
         init_params(layout)
     params = no_params(layout)
     shapes, places = (jax.tree.map(of, params) for of in (lambda x: x.shape, lambda x: x.sharding))
-    assert shapes == jax.tree.map(lambda x: x.shape, layout.param_shapes) and places == layout.param_shardings
+    assert shapes == jax.tree.map(lambda x: x.shape, layout.weights) and places == shardings_of(layout.weights)
     assert not any(x.any() for x in jax.tree.leaves(params))

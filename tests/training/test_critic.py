@@ -14,7 +14,7 @@ from rpg_jax import data, losses, models, parallel
 from rpg_jax.training.critic import Critic
 from rpg_jax.training.objective import Objective, policy_loss_fn
 from rpg_jax.training.optimizer import make_optimizer
-from rpg_jax.training.state import create_state, state_shardings
+from rpg_jax.training.state import abstract, abstract_state, create_state
 from rpg_jax.training.step import make_programs
 from rpg_jax.types import Completion, Count
 
@@ -37,17 +37,17 @@ def make(*, critic=True, entropy_coef=0.0, learning_rate=1e-2, loss=None, device
     optimizer = make_optimizer("adamw", learning_rate=learning_rate, **ADAM)
     own = models.abstract(dataclasses.replace(MODEL, tie_embeddings=True))[0]
     made = Critic(own, optimizer, gae_lambda=0.9, clip=None) if critic else None
-    state_where = state_shardings(shapes, where, optimizer, NamedSharding(mesh, PartitionSpec()), made)
+    like = abstract_state(abstract(shapes, where), optimizer, NamedSharding(mesh, PartitionSpec()), made)
     programs = make_programs(
         graphdef,
         optimizer,
         Objective(loss or policy_loss_fn("ppo"), mean, entropy_coef, made),
         temperature=1.0,
-        state_sharding=state_where,
+        state=like,
         batch_sharding=NamedSharding(mesh, PartitionSpec(parallel.RULES["batch"])),
     )
     params = models.init(MODEL, seed=3, shardings=where)[1]
-    state = create_state(params, optimizer, state_where, made)
+    state = create_state(params, optimizer, like, made)
     if critic:
         weight = jnp.sin(jnp.arange(16.0))
         own_params = {**state.critic.params, "value": {"weight": weight, "bias": jnp.float32(0.1)}}

@@ -96,7 +96,7 @@ def test_the_policy_is_its_own_anchor_until_an_update_changes_it(parts, tmp_path
         parts["optimizer"],
         Objective(policy_loss_fn("rpg", estimator="exact", clip="none", divergence="rkl", kl_coef=0.1)),
         temperature=1.0,
-        state_sharding=parts["where"],
+        state=parts["like"],
         batch_sharding=parts["rows"],
     )
     loop = test_loop.make_loop(

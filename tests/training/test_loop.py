@@ -18,7 +18,7 @@ from rpg_jax.training.loop import Algorithm, take_step
 from rpg_jax.training.objective import Objective, advantages_fn, policy_loss_fn
 from rpg_jax.training.optimizer import make_optimizer
 from rpg_jax.training.reference import Reference, make_rule
-from rpg_jax.training.state import abstract, create_state, state_shardings
+from rpg_jax.training.state import abstract, abstract_state, create_state, shardings_of
 from rpg_jax.training.step import Rehearsed, make_programs
 from rpg_jax.types import Completion, Count
 
@@ -82,17 +82,18 @@ def parts():
         "adamw",
         learning_rate=3e-2, warmup=Count(0, "updates"), b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0,
     )  # fmt: skip
-    where = state_shardings(shapes, param_shardings, optimizer, NamedSharding(mesh, PartitionSpec()))
+    weights = abstract(shapes, param_shardings)
+    like = abstract_state(weights, optimizer, NamedSharding(mesh, PartitionSpec()))
     rows = NamedSharding(mesh, PartitionSpec(parallel.RULES["batch"]))
     programs = make_programs(
         graphdef,
         optimizer,
         Objective(policy_loss_fn("rpg", divergence="urkl", estimator="reinforce", kl_coef=0.1)),
         temperature=1.0,
-        state_sharding=where,
+        state=like,
         batch_sharding=rows,
     )
-    return dict(optimizer=optimizer, where=where, rows=rows, programs=programs, params=param_shardings, shapes=shapes)
+    return dict(optimizer=optimizer, like=like, rows=rows, programs=programs)
 
 
 class Loop:
@@ -119,7 +120,6 @@ def make_loop(
     parts, folder, *, dynamic, rule="every", batch_size=8, programs=None, ahead=None, every="2 updates", **more
 ):
     rule = make_rule({"rule": rule, "every": every, "kl_threshold": 0.1})
-    like = abstract(parts["shapes"], parts["params"])
     rollout, stream = FakeRollout(), data.PromptStream(PROBLEMS, seed=0)
     generator = FakeGenerator(rollout)
 
@@ -133,12 +133,12 @@ def make_loop(
         pack=functools.partial(data.pack, shape=SHAPE, sharding=parts["rows"]),
         advantages=advantages_fn("group_mean", "rpg"),
         programs=programs or parts["programs"],
-        reference=Reference(rule, snapshots=Snapshots(folder / "reference"), like=like),
+        reference=Reference(rule, snapshots=Snapshots(folder / "reference"), like=parts["like"].params),
         updates_per_step=2,
         **more,
     )
-    params = models.init(MODEL, seed=3, shardings=parts["params"])[1]
-    return Loop(algorithm, create_state(params, parts["optimizer"], parts["where"]))
+    params = models.init(MODEL, seed=3, shardings=shardings_of(parts["like"].params))[1]
+    return Loop(algorithm, create_state(params, parts["optimizer"], parts["like"]))
 
 
 class Recorder:
@@ -225,7 +225,7 @@ def test_a_resumed_loop_is_the_same_loop_in_the_middle_of_an_epoch(parts, tmp_pa
     assert (carried_seen > 0) == (surplus != "drop")
     for record, state, expected in history[2:5:2]:
         resumed = make(tmp_path)
-        resumed.restore(jax.device_put(state, parts["where"]), record)
+        resumed.restore(jax.device_put(state, shardings_of(parts["like"])), record)
         values = resumed.run_step().metrics
         assert untimed(values) == untimed(expected)
         assert values.get("staleness_updates_max", 0) <= 2 * (max_staleness + (surplus != "drop"))

@@ -15,7 +15,7 @@ from rpg_jax import data, losses, models, parallel
 from rpg_jax.training.loop import add_logprobs, anchor_of
 from rpg_jax.training.objective import Objective, policy_loss_fn
 from rpg_jax.training.optimizer import make_optimizer
-from rpg_jax.training.state import TrainState, create_state, state_shardings
+from rpg_jax.training.state import TrainState, abstract, abstract_state, create_state
 from rpg_jax.training.step import Frozen, Programs, _Functions, make_programs
 from rpg_jax.types import Completion, Count
 
@@ -86,7 +86,7 @@ def build(mesh_shape, loss, devices, offload, compute_dtype, model, settings):
     )
     optimizer = make_optimizer(**settings)
     replicated = NamedSharding(mesh, PartitionSpec())
-    where = state_shardings(shapes, param_shardings, optimizer, replicated, offload=offload)
+    like = abstract_state(abstract(shapes, param_shardings), optimizer, replicated, offload=offload)
     rows = NamedSharding(mesh, PartitionSpec(parallel.RULES["batch"]))
     loss = loss or policy_loss_fn("rpg", divergence="urkl", estimator="reinforce", kl_coef=0.1)
     programs = make_programs(
@@ -94,10 +94,10 @@ def build(mesh_shape, loss, devices, offload, compute_dtype, model, settings):
         optimizer,
         Objective(loss),
         temperature=0.8,
-        state_sharding=where,
+        state=like,
         batch_sharding=rows,
     )
-    return programs, mesh, param_shardings, optimizer, where
+    return programs, mesh, param_shardings, optimizer, like
 
 
 def make(mesh_shape=None, *, loss=None, devices=1, offload=False, compute_dtype="float32", model=MODEL, **settings):
