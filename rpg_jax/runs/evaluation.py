@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -29,7 +28,7 @@ from rpg_jax.rewards.scorer import Scorer
 from rpg_jax.rollout import Rollout, capacity
 from rpg_jax.runs import run_folder
 from rpg_jax.runs.experiment import Experiment, evaluation_generator, make_rollout, make_scorer, problems_digest
-from rpg_jax.runs.logs import completion_entries
+from rpg_jax.runs.logs import RunLog, completion_entries
 from rpg_jax.runs.memory import make_decoding
 from rpg_jax.runs.policy import Policy
 from rpg_jax.runs.resolve import own_code, reward_arguments
@@ -101,6 +100,7 @@ class HeldOut:
       rollout: samples; training samples with it too.
       optimizer: says which weights to evaluate: those of the state, or an average.
       drift: measures how far the policy is from the policy before the first step; None measures nothing.
+      log: gets some of the completions; None: no log gets any.
     """
 
     sets: Mapping[str, Sequence[Problem]]
@@ -109,13 +109,13 @@ class HeldOut:
     rollout: Rollout
     optimizer: Optimizer
     drift: Drift | None = None
+    log: RunLog | None = None
 
     def evaluate(self, step: int, state: TrainState, collector: Collector) -> dict[str, float]:
-        """Returns the scores after step `step`, as `with_mean` has them. All processes call together.
+        """Returns the scores after step `step`, as `scores_of` has them. All processes call together.
 
         Sampling by `collector` pauses meanwhile. Afterwards the rollout has the weights of `state`. The evaluation
         before the run's first step saves the initial policy for `drift`. Raises RolloutError, or as `Drift.metrics`."""
-        values: dict[str, float] = {}
         version = int(state.updates)
         with collector.exclusive():
             params = self.optimizer.evaluation_params(state.opt_state, state.params)
@@ -123,35 +123,30 @@ class HeldOut:
                 self.rollout.sync_weights(params, version)
             if self.drift is not None and step == self.drift.start:
                 self.drift.begin(params)
-            for name, problems in self.sets.items():
-                beat(f"the evaluation of {name} after step {step}")
-                groups = self.generate(problems, step=step)
-                far = {} if self.drift is None else self.drift.metrics(groups, params)
-                values |= set_scores(name, groups, self.scorer, far)
+            values = self.scores_of(params, step)
             collector.sync(state.params, version)
-        return with_mean(values)
+        return values
 
+    def scores_of(self, params: Any, step: int) -> dict[str, float]:
+        """The scores of `params`, the rollout's weights, after step `step`: metrics "eval/<set>/<score>" of all sets,
+        and two means over the sets, "eval/reward", and "eval/accuracy", which is the mean of "mean_at_k". Both are nan
+        if there is no set. The first process says on stderr how many completions have no verdict."""
+        values: dict[str, float] = {}
+        for name, problems in self.sets.items():
+            beat(f"the evaluation of {name} after step {step}")
+            groups = self.generate(problems, step=step)
+            if self.log is not None:
+                self.log.append_samples(step, groups)
+            own = records(name, groups, self.scorer)
+            if hosts.is_first() and (note := scores.without_verdict(name, own)):
+                print(note, file=sys.stderr)
+            found = scores.metrics(own) | ({} if self.drift is None else self.drift.metrics(groups, params))
+            values |= {f"eval/{name}/{key}": value for key, value in found.items()}
 
-def set_scores(
-    name: str, groups: Sequence[Group], scorer: Scorer, more: Mapping[str, float] = MappingProxyType({})
-) -> dict[str, float]:
-    """The scores of the groups of the held-out set `name`, and the scores in `more`, as metrics "eval/<name>/<score>".
-    `scorer` has scored the groups. The first process says on stderr how many completions have no verdict."""
-    own = records(name, groups, scorer)
-    if hosts.is_first() and (note := scores.without_verdict(name, own)):
-        print(note, file=sys.stderr)
-    found = {**scores.metrics(own), **more}
-    return {f"eval/{name}/{key}": value for key, value in found.items()}
+        def mean(score: str) -> float:
+            return float(np.mean([value for key, value in values.items() if key.endswith(f"/{score}")]))
 
-
-def with_mean(values: Mapping[str, float]) -> dict[str, float]:
-    """`values`, the metrics "eval/<set>/<score>" of all sets, and two means over the sets: "eval/reward", and
-    "eval/accuracy", which is the mean of "mean_at_k". Both are nan if there is no set."""
-
-    def mean(score: str) -> float:
-        return float(np.mean([value for key, value in values.items() if key.endswith(f"/{score}")]))
-
-    return {"eval/accuracy": mean("mean_at_k"), "eval/reward": mean("reward"), **values}
+        return {"eval/accuracy": mean("mean_at_k"), "eval/reward": mean("reward"), **values}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,11 +40,10 @@ from rpg_jax.runs.learner import (
     open_base,
     open_teacher,
 )
-from rpg_jax.runs.logs import RunLog
 from rpg_jax.runs.rehearsal import open_rehearsal
 from rpg_jax.runs.resolve import check_sampling, lags, loss_arguments, resolve, reward_arguments
 from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
-from rpg_jax.runs.session import CompilationCounter, OnStep, Session, host_metrics
+from rpg_jax.runs.session import CompilationCounter, OnStep, Session, Trainer, host_metrics
 from rpg_jax.runs.warm_start import drawn_base, warm_started
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.training.ahead import AheadCollector
@@ -73,29 +72,24 @@ def run(config: ConfigDict, functions: Functions = NO_FUNCTIONS, on_step: OnStep
     config = resolve(config)
     check_sampling(config)
     check_rows(config)
-    with entered(config, handed=functions) as opened:
+    with entered(config, handed=functions) as (experiment, folder, closing):
         if config.rewards.overlong_shaping:
             buffer, limit = config.rewards.overlong_buffer, config.rollout.max_tokens
             print(
                 f"the reward is shaped: a completion loses up to 1 over the last {buffer} of {limit} tokens; without "
                 "shaping: rewards.overlong_shaping=False"
             )
-        return Session(*opened, make_trainer, journaled=True, on_step=on_step).to_the_end()
+        session = Session(experiment, folder, closing, journaled=True, on_step=on_step)
+        session.begin(*make_trainer(experiment, session))
+        return session.to_the_end()
 
 
-def make_trainer(
-    experiment: Experiment,
-    folder: storage.Folder,
-    *,
-    checkpointing: Checkpointing,
-    log: RunLog,
-    closing: contextlib.ExitStack,
-) -> tuple[_ReinforcementTrainer, Any]:
+def make_trainer(experiment: Experiment, session: Session) -> tuple[_ReinforcementTrainer, Any]:
     """Returns (the trainer of a run, its trained arrays before the first step: all weights or the adapters; zeros if a
     checkpoint has them). A new run loads or draws its weights here, and may train its warm start; inputs.json gets the
-    checksum of the weights, or of the base of adapters. `closing` ends the rollout, the scorer, the collector and a
-    teacher's threads. `log` is not used. Raises ValueError if a part refuses the config."""
-    del log  # the session writes the groups of a step
+    checksum of the weights, or of the base of adapters. With the session end the rollout, the scorer, the collector and
+    a teacher's threads. Raises ValueError if a part refuses the config."""
+    folder, checkpointing, closing = session.folder, session.checkpointing, session.closing
     config, compilations, parent = experiment.config, CompilationCounter(), checkpointing.parent
     new, needs_weights = checkpointing.is_new, checkpointing.needs_weights
     guard, learner = _make_guard(config), make_learner(experiment.layout)
@@ -125,27 +119,21 @@ def make_trainer(
         learner.optimizer,
         make_drift(experiment, algorithm, folder, parent.step if parent else 0) if config.evaluation.drift else None,
     )
-    last = config.train.steps
-    return _ReinforcementTrainer(algorithm, learner, guard, last, held_out, checkpointing, compilations), params
+    parts: dict[str, Any] = {"learner": learner, "guard": guard, "last": config.train.steps, "reference": reference}
+    parts |= {"held_out": held_out, "checkpointing": checkpointing, "compilations": compilations}
+    return _ReinforcementTrainer(algorithm=algorithm, **parts), params
 
 
-@dataclasses.dataclass(frozen=True)
-class _ReinforcementTrainer:
-    """Trains by reinforcement learning; see `session.Trainer`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ReinforcementTrainer(Trainer):
+    """Trains by reinforcement learning."""
 
+    title = "training"
+    unit = "step"
     algorithm: Algorithm
-    learner: Learner
-    guard: Guard
-    last: int
     held_out: HeldOut
     checkpointing: Checkpointing
     compilations: CompilationCounter
-    title: str = "training"
-    unit: str = "step"
-
-    @property
-    def reference(self) -> Reference:
-        return self.algorithm.reference
 
     def begin(self, state: TrainState) -> None:
         """Gives the rollout the weights of `state`."""

@@ -4,13 +4,14 @@ the file measures what steps cost: compilations, traces of chosen steps, and mem
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import jax
 import jax.monitoring
@@ -37,82 +38,65 @@ OnStep = Callable[[Step], None]
 """A user's function, which receives the record of each step once the step is evaluated and its line is written."""
 
 
-class Trainer(Protocol):
-    """How a run trains: by reinforcement learning or by supervised training. A `Session` calls the methods."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trainer(abc.ABC):
+    """How a run trains: by reinforcement learning or by supervised training. A `Session` calls the methods.
 
-    @property
-    def title(self) -> str:
-        """The name of the run's work on the screen, as "training"."""
+    Attributes:
+      title, unit: the names of the run's work and of a step on the screen, as "training" and "step".
+      learner: the optimizer, and the layout of the state.
+      guard: stops the run because of its metrics, and counts the skipped updates, which a checkpoint keeps.
+      last: the number of the last step that the run is to take, done or not. The first step is 1.
+      reference: the KL anchor, whose snapshots a checkpoint needs; None without a reference.
+    """
 
-    @property
-    def unit(self) -> str:
-        """The name of a step on the screen, as "step"."""
+    title: ClassVar[str]
+    unit: ClassVar[str]
+    learner: Learner
+    guard: Guard
+    last: int
+    reference: Reference | None = None
 
-    @property
-    def last(self) -> int:
-        """The number of the last step that the run is to take, done or not. The first step is 1."""
-
-    @property
-    def learner(self) -> Learner:
-        """The optimizer, and the layout of the state."""
-
-    @property
-    def guard(self) -> Guard:
-        """Stops the run because of its metrics, and counts the skipped updates, which a checkpoint keeps."""
-
-    @property
-    def reference(self) -> Reference | None:
-        """The KL anchor, whose snapshots a checkpoint needs; None without a reference."""
-
-    def begin(self, state: TrainState) -> None:
+    def begin(self, state: TrainState) -> None:  # noqa: B027, a trainer whose steps do not sample has nothing to do
         """Prepares for the first step, for instance hands the weights of `state` to the rollout. Called once."""
 
+    @abc.abstractmethod
     def step(self, state: TrainState, number: int) -> Step:
         """Takes step `number`, from 1, in order; donates `state`. Returns its record; the caller saves and logs."""
 
+    @abc.abstractmethod
     def evaluate(self, state: TrainState, number: int) -> dict[str, float]:
         """Returns the held-out scores of the weights after step `number`, as metrics by name. `state` stays usable."""
 
+    @abc.abstractmethod
     def record(self) -> dict[str, Any]:
         """Returns the position of the data, JSON-able, for a checkpoint. May wait for what moves the position."""
 
+    @abc.abstractmethod
     def restore(self, record: Mapping[str, Any]) -> None:
         """Moves the data, and the reference if there is one, to the position that the method `record` returned."""
 
 
-class MakeTrainer(Protocol):
-    """Makes (a run's trainer, its first trained arrays). `closing` ends the trainer's threads and processes."""
-
-    def __call__(
-        self,
-        experiment: Experiment,
-        folder: storage.Folder,
-        *,
-        checkpointing: Checkpointing,
-        log: RunLog,
-        closing: contextlib.ExitStack,
-    ) -> tuple[Trainer, Any]: ...
-
-
 class Session:
-    """A run in progress. After each step it logs the step, saves a checkpoint and evaluates if due, and may stop.
-    `make_trainer` makes the trainer; the state is new, the parent's, or the newest checkpoint's. The session's files
-    and threads end with `closing`. With `journaled`, the folder keeps groups between checkpoints. `on_step` receives
-    the record of each step. All processes of a run make their session together. Raises ValueError if an input has
-    changed, or if a checkpoint or the run of `run.start_from` does not fit.
+    """A run in progress. After each step it logs the step, saves a checkpoint and evaluates if due, and may stop. Make
+    the trainer with the session, and call `begin`, then `to_the_end`. The session's files and threads end with
+    `closing`. With `journaled`, the folder keeps groups between checkpoints. `on_step` receives the record of each
+    step. All processes of a run make their session together. Raises ValueError if an input has changed, or if the run
+    of `run.start_from` does not fit.
 
     Attributes:
       now: the record of the last finished step; before the first step a record with number 0, or the parent's step.
-      begins: whether the run had no checkpoint when it was opened.
       owes: whether the step of `now` is saved and not yet evaluated, so that its metrics are not yet written.
     """
+
+    trainer: Trainer
+    now: Step
 
     def __init__(
         self,
         experiment: Experiment,
         folder: storage.Folder,
         closing: contextlib.ExitStack,
-        make_trainer: MakeTrainer,
         *,
         journaled: bool = False,
         on_step: OnStep | None = None,
@@ -121,25 +105,27 @@ class Session:
         self.watchdog = Watchdog(folder.files, config.run.stall_seconds, last_words=folder.push)
         self.stop = StopRequest(config.run.stop_seconds, self._out_of_time)
         self.log = RunLog(folder.files, samples=config.log.samples_per_step)
+        self.closing, self.owes = closing, False
         closing.callback(self.log.close)
         self.checkpointing = Checkpointing(config, folder, journaled=journaled)
-        self.begins, parent = self.checkpointing.is_new, self.checkpointing.parent
-        inputs = check_inputs(experiment, folder.files, begins=self.begins)
+        inputs = check_inputs(experiment, folder.files, begins=self.checkpointing.is_new)
+        if self.checkpointing.parent is not None:
+            self.checkpointing.parent.check(config, inputs)
+
+    def begin(self, trainer: Trainer, params: Any) -> None:
+        """Takes the trainer, and makes the state: a new one from `params`, the first trained arrays; or the parent's,
+        or the newest checkpoint's. Raises ValueError if a checkpoint or the parent's state does not fit."""
+        self.closing.callback(self.checkpointing.close)
+        self.trainer, parent = trainer, self.checkpointing.parent
         if parent is not None:
-            parent.check(config, inputs)
-        made = make_trainer(experiment, folder, checkpointing=self.checkpointing, log=self.log, closing=closing)
-        closing.callback(self.checkpointing.close)
-        self.trainer, params = made
-        self.owes = False
-        if parent is not None:
-            self.now = Step(parent.step, parent.state(self.trainer.learner.like), {})
-            note_start(folder.files, weights_checksum(self.now.state.params), parent)
-        elif self.begins:
-            self.now = Step(0, self.trainer.learner.create(params), {})
+            self.now = Step(parent.step, parent.state(trainer.learner.like), {})
+            note_start(self.folder.files, weights_checksum(self.now.state.params), parent)
+        elif self.checkpointing.is_new:
+            self.now = Step(0, trainer.learner.create(params), {})
         else:
             self.now = self._resumed()
         after = self.now.number
-        self.log.trackers = trackers_of(config, folder.files, after=after) if hosts.is_first() else []
+        self.log.trackers = trackers_of(self.config, self.folder.files, after=after) if hosts.is_first() else []
 
     @cli.run_is_open()
     def to_the_end(self) -> int:
@@ -195,7 +181,7 @@ class Session:
 
     def _evaluate_at_start(self, progress: Progress) -> None:
         """Evaluates before the first step, or after the step that an earlier process saved and did not evaluate."""
-        if self.begins:
+        if self.checkpointing.is_new:
             self.log.rewind(-1)
             start = self.trainer.evaluate(self.now.state, self.now.number)
             self.log.append(dataclasses.replace(self.now, metrics=start))

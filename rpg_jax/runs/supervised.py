@@ -5,7 +5,6 @@ start before reinforcement learning has the same batches.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -17,18 +16,17 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from rpg_jax import data, losses, storage
+from rpg_jax import data, losses
 from rpg_jax.environments.player import Observations
 from rpg_jax.losses import Metrics
 from rpg_jax.parallel import hosts
-from rpg_jax.runs.checkpointing import Checkpointing
-from rpg_jax.runs.evaluation import set_scores, with_mean
+from rpg_jax.runs.evaluation import HeldOut
 from rpg_jax.runs.experiment import Experiment, entered, evaluation_generator, make_rollout, make_scorer
 from rpg_jax.runs.layout import row_shape
 from rpg_jax.runs.learner import Learner, init_params, learner_programs, make_learner, no_params
 from rpg_jax.runs.logs import RunLog
 from rpg_jax.runs.problems import Demonstration
-from rpg_jax.runs.session import Session, host_metrics
+from rpg_jax.runs.session import Session, Trainer, host_metrics
 from rpg_jax.training.heartbeat import beat
 from rpg_jax.training.loop import Step
 from rpg_jax.training.measures import Guard, sum_and_weight
@@ -58,49 +56,45 @@ def run(config: ConfigDict) -> int:
             f"run.start_from={config.run.start_from}: supervised training begins with weights alone. Export the run, "
             "and give --config.model.path"
         )
-    with entered(config, answers=False) as opened:
-        return Session(*opened, make_trainer).to_the_end()
+    with entered(config, answers=False) as (experiment, folder, closing):
+        session = Session(experiment, folder, closing)
+        session.begin(*make_trainer(experiment, session))
+        return session.to_the_end()
 
 
-def make_trainer(
-    experiment: Experiment,
-    folder: storage.Folder,
-    *,
-    checkpointing: Checkpointing,
-    log: RunLog,
-    closing: contextlib.ExitStack,
-) -> tuple[_SupervisedTrainer, Any]:
+def make_trainer(experiment: Experiment, session: Session) -> tuple[_SupervisedTrainer, Any]:
     """(the trainer of a run, its first weights: random, loaded, or zeros for a run that resumes). Tokenizes all
-    demonstrations to check them, and says on stderr how many of them are cut. `closing` ends the rollout
-    and the scorer of evaluations. `folder` is not used. Raises ValueError if there is no demonstration."""
+    demonstrations to check them, and says on stderr how many of them are cut. With the session end the rollout and the
+    scorer of evaluations. Raises ValueError if there is no demonstration."""
     tell_cuts(experiment)
     guard = Guard(math.inf, remedy="lower warm_start.learning_rate")
     batches = Demonstrations(experiment, experiment.config.warm_start.epochs)
     last = Demonstrations(experiment, experiment.config.warm_start.epochs).count()
     learner, programs = supervised_learner(experiment, last)
-    params = (init_params if checkpointing.is_new else no_params)(experiment.layout)
-    accuracy = _Accuracy(experiment, params, closing)
-    return _SupervisedTrainer(experiment, learner, programs, batches, guard, last, accuracy, log), params
+    params = (init_params if session.checkpointing.is_new else no_params)(experiment.layout)
+    held_out = None
+    every = experiment.task.held_out.items()
+    if sets := {name: kept for name, problems in every if (kept := [p for p in problems if p.answer])}:
+        scorer = session.closing.enter_context(make_scorer(experiment.config))
+        own = make_rollout(experiment.layout, params)
+        session.closing.callback(own.close)
+        generate = evaluation_generator(experiment, own, scorer)
+        held_out = HeldOut(sets, generate, scorer, own, learner.optimizer, log=session.log)
+    parts: dict[str, Any] = {"learner": learner, "guard": guard, "last": last, "programs": programs, "log": session.log}
+    return _SupervisedTrainer(experiment=experiment, batches=batches, held_out=held_out, **parts), params
 
 
-@dataclasses.dataclass(frozen=True)
-class _SupervisedTrainer:
-    """Trains on demonstrations; see `session.Trainer`. `accuracy` scores held-out problems that have an answer."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _SupervisedTrainer(Trainer):
+    """Trains on demonstrations. `held_out` scores problems that have an answer; None: no problem has one."""
 
+    title = "sft"
+    unit = "update"
     experiment: Experiment
-    learner: Learner
     programs: Programs
     batches: Demonstrations
-    guard: Guard
-    last: int
-    accuracy: _Accuracy
+    held_out: HeldOut | None
     log: RunLog
-    reference: None = None
-    title: str = "sft"
-    unit: str = "update"
-
-    def begin(self, state: TrainState) -> None:
-        """Does nothing. No step samples, and an evaluation itself hands the weights to the rollout."""
 
     def step(self, state: TrainState, number: int) -> Step:
         began = time.perf_counter()
@@ -123,38 +117,16 @@ class _SupervisedTrainer:
             found |= {} if loss is None else {f"held_out_nll/{name}": loss}
         mean = {"held_out_nll": float(np.mean([*found.values()]))} if found else {}
         self.log.drop_samples(number)  # an evaluation that a kill ended may have left completions
-        return {**mean, **found, **self.accuracy.of(state.params, number, self.log)}
+        if self.held_out is None:
+            return mean | found
+        self.held_out.rollout.sync_weights(state.params, number)
+        return mean | found | self.held_out.scores_of(state.params, number)
 
     def record(self) -> dict[str, Any]:
         return {"supervised": self.batches.state()}
 
     def restore(self, record: Mapping[str, Any]) -> None:
         self.batches.restore(record["supervised"])
-
-
-class _Accuracy:
-    """Scores completions of the held-out problems that have an answer. If none has an answer, there is no score."""
-
-    def __init__(self, e: Experiment, params: Any, closing: contextlib.ExitStack):
-        self._sets = {name: kept for name, own in e.task.held_out.items() if (kept := [p for p in own if p.answer])}
-        if not self._sets:
-            return
-        self._scorer = closing.enter_context(make_scorer(e.config))
-        self._rollout = make_rollout(e.layout, params)
-        closing.callback(self._rollout.close)
-        self._generate = evaluation_generator(e, self._rollout, self._scorer)
-
-    def of(self, params: Any, step: int, log: RunLog) -> dict[str, float]:
-        """Scores of `params` after update `step`, by name: each set's, and the mean. Some completions join `log`."""
-        if not self._sets:
-            return {}
-        self._rollout.sync_weights(params, step)
-        values: dict[str, float] = {}
-        for name, problems in self._sets.items():
-            groups = self._generate(problems, step=step)
-            log.append_samples(step, groups)
-            values |= set_scores(name, groups, self._scorer)
-        return with_mean(values)
 
 
 def supervised_config(config: ConfigDict) -> ConfigDict:

@@ -47,7 +47,8 @@ def finished(runs, name, devices, changes):
         task, notes = task.encoded(tokenizer, config)
         experiment = Experiment(make_layout(config, tokenizer.vocab_size, devices), tokenizer, task, notes)
         with experiment.layout.activate(), contextlib.ExitStack() as closing:
-            session = Session(experiment, folder, closing, make_trainer, journaled=True)
+            session = Session(experiment, folder, closing, journaled=True)
+            session.begin(*make_trainer(experiment, session))
             assert session.to_the_end() == 0
             k, rollout = config.rollout.devices, session.trainer.held_out.rollout
             assert where(session.now.state) == set(devices[: len(devices) - k])
