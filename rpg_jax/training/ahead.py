@@ -33,9 +33,8 @@ import numpy as np
 from rpg_jax.data import Group
 from rpg_jax.data.groups import decode_groups, encode_groups
 from rpg_jax.rollout import RolloutError, Staged
-from rpg_jax.training.collect import Collected, Collector, Sampled
+from rpg_jax.training.collect import Collected, Collector
 
-Found = tuple[Collected, Mapping[str, int]]  # the groups of a step, and failed verdicts by kind
 _LISTS = ("generated", "pending", "trained", "carried", "dropped")
 
 
@@ -62,12 +61,12 @@ class AheadCollector(Collector):
                 f"rollout.max_staleness={self.max_staleness} on {jax.process_count()} processes needs rollout.driver="
                 "servers: threads of several hosts launch programs that span them in different orders. Or set it to 0"
             )
-        self._jobs: dict[int, Future[Found]] = {}
+        self._jobs: dict[int, Future[Collected]] = {}
         self._versions: dict[int, int] = {}
         self._turn = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rpg-ahead")
 
-    def take(self, step: int, params: Any, version: int) -> Sampled:
+    def take(self, step: int, params: Any, version: int) -> Collected:
         """Hands the thread the batches of steps up to `step` + max_staleness that it lacks, and a copy of `params` to
         sample them with; then waits for the groups of `step`. Called once a step, in order; `step` counts from 0.
         `params` are the trainer's weights and `version` their number of updates. Raises RolloutError if a token is from
@@ -78,12 +77,9 @@ class AheadCollector(Collector):
         if due:
             policy = self.rollout.stage_weights(params)
             self._jobs |= {s: self._thread.submit(self._sample, s, policy, version) for s in due}
-        collected, errors = self._jobs.pop(step).result()
+        collected = self._jobs.pop(step).result()
         self._check(step, collected)
-        return sampled(collected, errors, version)
-
-    def carry(self, carried: list[Group]) -> None:
-        """Does nothing: this collector's thread carries groups over itself, with the rollout's log-probs."""
+        return aged(collected, version)
 
     def publish(self, params: Any, version: int) -> None:
         """Does nothing: the next `take` hands the weights to the batch that it begins."""
@@ -127,13 +123,13 @@ class AheadCollector(Collector):
         """Begins no more batches and returns at once. A batch under way goes on until the rollout is closed."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _sample(self, step: int, policy: Staged, version: int) -> Found:
+    def _sample(self, step: int, policy: Staged, version: int) -> Collected:
         with self._turn:
             self.rollout.sync_weights(policy, version)
             self.rollout.verify_weights(policy)
             collected = _marked(self._next(step))
             self.carried = collected.carried
-            return collected, dict(self.take_errors())
+            return collected
 
     def _check(self, step: int, collected: Collected) -> None:
         carried = {id(g) for g in collected.pending}
@@ -148,11 +144,13 @@ class AheadCollector(Collector):
                 )
 
 
-def sampled(collected: Collected, errors: Mapping[str, int], version: int) -> Sampled:
-    """Returns the `Sampled` of a step from its groups `collected`, the failed verdicts `errors` by kind, and the
-    trainer's weights `version`. The groups to train are those of `without_present`; `to_carry` is empty."""
+def aged(collected: Collected, version: int) -> Collected:
+    """Returns a copy whose groups to train are those of `without_present`, with the metrics of `staleness`. `version`
+    is that of the trainer's weights."""
     trained = collected.trained
-    return Sampled(collected, errors, without_present(trained, version), staleness=staleness(trained, version))
+    return dataclasses.replace(
+        collected, trained=without_present(trained, version), staleness=staleness(trained, version)
+    )
 
 
 def without_present(groups: Sequence[Group], version: int) -> list[Group]:
@@ -183,19 +181,18 @@ def _marked(collected: Collected) -> Collected:
     return dataclasses.replace(collected, **lists)
 
 
-def _encode(found: Found) -> dict[str, Any]:
-    collected, errors = found
+def _encode(collected: Collected) -> dict[str, Any]:
     lists = {name: getattr(collected, name) for name in _LISTS}
     distinct = list({id(g): g for members in lists.values() for g in members}.values())
     number = {id(g): i for i, g in enumerate(distinct)}
     places = {name: [number[id(g)] for g in members] for name, members in lists.items()}
     counts = {"first_batch": collected.first_batch}
-    return {"groups": encode_groups(distinct), "places": places, "counts": counts, "errors": dict(errors)}
+    return {"groups": encode_groups(distinct), "places": places, "counts": counts, "errors": dict(collected.errors)}
 
 
-def _decode(state: Mapping[str, Any]) -> Future[Found]:
+def _decode(state: Mapping[str, Any]) -> Future[Collected]:
     distinct = decode_groups(state["groups"])
     lists: dict[str, Any] = {name: [distinct[i] for i in places] for name, places in state["places"].items()}
-    future: Future[Found] = Future()
-    future.set_result((Collected(**lists, first_batch=state["counts"]["first_batch"]), state["errors"]))
+    future: Future[Collected] = Future()
+    future.set_result(Collected(**lists, first_batch=state["counts"]["first_batch"], errors=state["errors"]))
     return future

@@ -59,11 +59,14 @@ class Collected:
     Attributes:
       generated: the groups that were sampled for this step, in order.
       pending: the groups that the step before carried over.
-      trained: the groups to train now; those of `pending` come first.
+      trained: the groups to train now; those of `pending` come first. Tokens that earlier weights sampled have their
+        behaviour log-probs.
       carried: the groups for the next step to train.
       dropped: informative groups that no step trains.
       first_batch: with dynamic sampling, the number of groups that the first batch generated; None without it, or if
         the step generated no batch.
+      errors: the number of failed verdicts by kind.
+      staleness: metrics of the age of the weights that sampled the groups, by name; {} from a plain `Collector`.
     """
 
     generated: list[Group]
@@ -72,6 +75,8 @@ class Collected:
     carried: list[Group] = dataclasses.field(default_factory=list)
     dropped: list[Group] = dataclasses.field(default_factory=list)
     first_batch: int | None = None
+    errors: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    staleness: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def weights(self) -> np.ndarray:
@@ -220,25 +225,6 @@ def _repetitions_apart(problems: Sequence[Problem], generate: Generate, step: in
     return [made[i] for i in range(len(problems))]
 
 
-@dataclasses.dataclass(frozen=True)
-class Sampled:
-    """The result of `Collector.take`.
-
-    Attributes:
-      collected: the groups of the step, sorted by what the step does with each group.
-      errors: the number of failed verdicts by kind.
-      trained: the groups to train now. Tokens that earlier weights sampled have their behaviour log-probs.
-      to_carry: the groups whose behaviour log-probs the trainer must note before it updates the weights.
-      staleness: metrics of the age of the weights that sampled the groups, by name; {} from a plain `Collector`.
-    """
-
-    collected: Collected
-    errors: Mapping[str, int]
-    trained: list[Group]
-    to_carry: list[Group] = dataclasses.field(default_factory=list)
-    staleness: Mapping[str, float] = dataclasses.field(default_factory=dict)
-
-
 @dataclasses.dataclass(eq=False)
 class Collector:
     """Collects the groups of a step when the step asks for the groups. So sampling and training take turns.
@@ -249,7 +235,8 @@ class Collector:
       take_errors: returns the number of failed verdicts of each kind since the last call.
       rollout: generates the completions.
       stream: of problems; `collect` reads it.
-      carried: the groups that the last step left for the next one.
+      carried: the groups that the last step left for the next one, with their behaviour log-probs. Unless the
+        collector `lags`, the trainer notes these before it updates the weights, and sets `carried`.
       share: the share of informative groups to expect.
     """
 
@@ -261,16 +248,11 @@ class Collector:
     share: float = dataclasses.field(default=UNKNOWN_SHARE, init=False)
     lags: ClassVar[bool] = False  # the rollout may hold earlier weights than the trainer
 
-    def take(self, step: int, params: Any, version: int) -> Sampled:
+    def take(self, step: int, params: Any, version: int) -> Collected:
         """Returns the groups of `step` (from 0): those carried over, and those sampled now with the rollout's weights.
         Blocks. `params` and `version` are not read. Raises the errors of `collect` and of the rollout."""
         del params, version
-        collected = self._next(step)
-        return Sampled(collected, self.take_errors(), collected.trained, collected.carried)
-
-    def carry(self, carried: list[Group]) -> None:
-        """Keeps groups, with their behaviour log-probs, for the next step."""
-        self.carried = carried
+        return self._next(step)
 
     def publish(self, params: Any, version: int) -> None:
         """Hands the weights that a step has trained to the rollout by `sync`; `version` is their number of updates."""
@@ -306,4 +288,4 @@ class Collector:
     def _next(self, step: int, **begun: list[Group]) -> Collected:
         collected = self.collect(step=step, pending=self.carried, share=self.share, **begun)
         self.share = collected.share or self.share
-        return collected
+        return dataclasses.replace(collected, errors=self.take_errors())

@@ -102,10 +102,10 @@ def take_step(a: Algorithm, state: TrainState, number: int) -> Step:
     reference, and hands the new weights to the rollout unless `a.fault` stops the run. The arrays of `state` are
     donated: the returned record has the state after the step. Raises the errors of collector and reference."""
     clock = Clock()
-    sampled = a.collector.take(number - 1, state.params, int(state.updates))
+    collected = a.collector.take(number - 1, state.params, int(state.updates))
     clock.lap("rollout")
 
-    batch = a.pack(sampled.trained, minibatches=a.updates_per_step)
+    batch = a.pack(collected.trained, minibatches=a.updates_per_step)
     records = a.after_updates is not None and a.is_recorded(number)
     measured: Metrics = {}
     if not a.on_policy or records:
@@ -114,7 +114,8 @@ def take_step(a: Algorithm, state: TrainState, number: int) -> Step:
         batch = batch.add(ref_logprobs=_reference_pass(a, batch, state))
     batch = add_advantages(a, batch, state)
     trained, measured = (for_the_update(a, batch), {}) if a.on_policy else (batch, measured)
-    a.collector.carry(with_behaviour_logprobs(a, sampled.to_carry, state))
+    if not a.collector.lags:
+        a.collector.carried = with_behaviour_logprobs(a, collected.carried, state)
     clock.lap("logprobs")
 
     state, totals, updates = update(a, trained, state, number)
@@ -128,8 +129,8 @@ def take_step(a: Algorithm, state: TrainState, number: int) -> Step:
     if fault is None:
         a.collector.publish(state.params, int(state.updates))
         clock.lap("sync")
-    metrics = step_metrics(totals, sampled, state, a.reference, clock, a.reward_parts)
-    return Step(number, state, metrics, updates, sampled.collected.generated, fault)
+    metrics = step_metrics(totals, collected, state, a.reference, clock, a.reward_parts)
+    return Step(number, state, metrics, updates, collected.generated, fault)
 
 
 def for_the_update(a: Algorithm, batch: Packed) -> Packed:

@@ -15,7 +15,7 @@ import numpy as np
 
 from rpg_jax import losses, masking
 from rpg_jax.losses import Metrics
-from rpg_jax.training.collect import Collected, Sampled
+from rpg_jax.training.collect import Collected
 from rpg_jax.training.reference import Reference
 from rpg_jax.training.state import TrainState
 from rpg_jax.types import Turns
@@ -82,7 +82,7 @@ def load_metrics(load: np.ndarray) -> Metrics:
 
 def step_metrics(
     totals: Mapping[str, Any],
-    sampled: Sampled,
+    collected: Collected,
     state: TrainState,
     reference: Reference,
     clock: Clock,
@@ -94,9 +94,9 @@ def step_metrics(
     values = losses.divided(totals)
     if not totals["sampler_gap"][1]:
         del values["sampler_gap"], values["sampler_gap_max"]
-    values |= sampling_metrics(sampled.collected, parts)
-    values |= {f"verifier_errors/{kind}": count for kind, count in sampled.errors.items()}
-    values |= sampled.staleness
+    values |= sampling_metrics(collected, parts)
+    values |= {f"verifier_errors/{kind}": count for kind, count in collected.errors.items()}
+    values |= collected.staleness
     values |= {"updates": int(state.updates), "skipped_updates": int(state.skipped)}
     # The effective sample size of u = π_old/π_s as a share of the tokens: mean(u)² / mean(u²).
     values["sampler_ess"] = values["sampler_ratio"] ** 2 / max(values["sampler_ratio_squared"], 1e-9)

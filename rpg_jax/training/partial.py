@@ -21,8 +21,8 @@ from typing import Any
 
 from rpg_jax.data import Group
 from rpg_jax.data.groups import decode_groups, encode_groups, unscored
-from rpg_jax.training.ahead import sampled
-from rpg_jax.training.collect import Collector, DynamicSampling, Sampled
+from rpg_jax.training.ahead import aged
+from rpg_jax.training.collect import Collected, Collector, DynamicSampling
 from rpg_jax.training.generate import GroupGenerator, Part
 
 
@@ -68,7 +68,7 @@ class PartialCollector(Collector):
         self._parts = math.ceil(self.max_tokens / self.part_tokens)
         self._batches: dict[int, _Batch] = {}  # by the step that trains them
 
-    def take(self, step: int, params: Any, version: int) -> Sampled:
+    def take(self, step: int, params: Any, version: int) -> Collected:
         """Begins the groups of steps up to `step` + K - 1, draws the next part of every completion, and returns the
         groups of `step` (from 0), complete and scored. Called once a step, in order. `version` is the trainer's number
         of updates; `params` is not read: `publish` has brought the weights. Raises the errors of `Collector.take`."""
@@ -77,8 +77,7 @@ class PartialCollector(Collector):
             if number not in self._batches:
                 self._batches[number] = self._next_batch()
         self._draw(step, due)
-        collected = self._next(step, begun=self.generator.judge(self._batches.pop(step).groups))
-        return sampled(collected, self.take_errors(), version)
+        return aged(self._next(step, begun=self.generator.judge(self._batches.pop(step).groups)), version)
 
     def record(self) -> dict[str, Any]:
         """Returns everything that a resume needs, JSON-able; "partial" has the batches whose groups have begun, by

@@ -71,7 +71,7 @@ def test_a_batch_comes_from_the_weights_of_as_many_steps_before_as_the_bound_say
     ahead = ahead_of(weights, collected, max_staleness=bound, steps=8)
     for step in range(8):
         sampled = ahead.take(step, {"w": np.float32(step)}, 10 * step)
-        assert sampled.collected.trained[0].completions[0].weight_version == 10 * max(0, step - bound)
+        assert sampled.trained[0].completions[0].weight_version == 10 * max(0, step - bound)
         assert sampled.errors == {"timeout": 1}
     assert collected == [(step, 10 * max(0, step - bound)) for step in range(8)]  # none beyond the last step
 
@@ -344,9 +344,9 @@ def test_a_record_holds_the_batches_to_come_and_what_is_carried():
         a, b = (ahead.take(step, {}, step) for ahead in (first, second))
         assert a.errors == b.errors
         for name in ("generated", "pending", "trained", "carried"):
-            left, right = getattr(a.collected, name), getattr(b.collected, name)
+            left, right = getattr(a, name), getattr(b, name)
             assert len(left) == len(right) > 0
             for x, y in zip(left, right, strict=True):
                 assert x.completions[0].weight_version == y.completions[0].weight_version
                 np.testing.assert_array_equal(x.behaviour_logprobs[0], y.behaviour_logprobs[0])
-        assert b.collected.trained[-1] is b.collected.generated[0]
+        assert b.trained[-1].completions is b.generated[0].completions
