@@ -51,21 +51,14 @@ class Ended(RuntimeError):
         self.code = code
 
 
-class RunLost(ValueError):
-    """Ends a run that another start cannot mend. `run_is_open` gives it the exit code `GAVE_UP`: no supervisor starts
-    the command again."""
-
-
 @contextlib.contextmanager
 def run_is_open() -> Iterator[None]:
     """Marks the part of a command in which the run is open: the config was accepted, so no error is the user's.
 
     A ValueError or an OSError of the block becomes `Ended`: the command ends with one line and the exit code `FAILED`,
-    and the same command continues the run. `RunLost` becomes an `Ended` with the exit code `GAVE_UP`."""
+    and the same command continues the run. Where another start cannot mend the run, raise `Ended` with `GAVE_UP`."""
     try:
         yield
-    except RunLost as error:
-        raise Ended(str(error), GAVE_UP) from error
     except (ValueError, OSError) as error:
         raise Ended(in_words(error), FAILED) from error
 

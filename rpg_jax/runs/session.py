@@ -132,7 +132,7 @@ class Session:
         """Takes steps until the last step, or until SIGTERM or SIGINT asks to stop (heard in the main thread only), and
         then saves. Blocks meanwhile. A second signal, a late save or a stall ends the process. Returns 0, or 128 plus
         the signal's number if steps or an evaluation are left. After the last step it writes curves and summary. Raises
-        `cli.RunLost` if the guard stops the run or a device is out of memory. Call it once."""
+        `cli.Ended`, with the code `GAVE_UP` if the guard stops the run or a device is out of memory. Call it once."""
         trainer, stopped = self.trainer, None
         trainer.begin(self.now.state)
         shown = Progress(trainer.last, first=self.now.number, title=trainer.title, unit=trainer.unit)
@@ -196,7 +196,7 @@ class Session:
         self.log.append_samples(step.number, step.groups)
         if step.fault is not None:
             self.log.append(step)
-            raise cli.RunLost(step.fault)
+            raise cli.Ended(step.fault, cli.GAVE_UP)
         for warning in self.trainer.guard.warnings(step.number, step.metrics):
             progress.note(warning)
         stopped = self.stop.agreed()
@@ -289,7 +289,7 @@ class CompilationCounter:
 def watched(step: int, traced: range, folder: Path) -> Iterator[None]:
     """A context for step number `step`. If `traced` has the number, JAX writes a trace of the block into
     `folder`/profile, for TensorBoard or Perfetto. If the devices run out of memory in the block, writes what filled
-    them to `folder`/memory.prof and raises `cli.RunLost`."""
+    them to `folder`/memory.prof and raises `cli.Ended`."""
     trace = jax.profiler.trace(str(folder / "profile")) if step in traced else contextlib.nullcontext()
     try:
         with trace, jax.profiler.StepTraceAnnotation("step", step_num=step):
@@ -299,11 +299,12 @@ def watched(step: int, traced: range, folder: Path) -> Iterator[None]:
             raise
         profile = folder / "memory.prof"
         jax.profiler.save_device_memory_profile(str(profile))
-        raise cli.RunLost(
+        reason = (
             f"step {step}: the devices are out of memory ({str(error).splitlines()[0][:200]}). In this order: a "
             "smaller train.microbatch_size, model.remat=full or offload, fewer rollout.slots, a larger mesh.fsdp; "
             f"python -m rpg_jax.plan tells what fits before it is run. What filled them: pprof {profile}"
-        ) from error
+        )
+        raise cli.Ended(reason, cli.GAVE_UP) from error
 
 
 def host_metrics() -> dict[str, float]:

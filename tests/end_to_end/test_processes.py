@@ -176,9 +176,10 @@ def command(options):
     hosts.barrier("all are there")
     print("at", time.time())
     if one:
-        error = {"no weights": ValueError, "an open run": cli.RunLost, "a full disk": OSError}[how]
+        errors = {"no weights": ValueError("no such thing"), "a full disk": OSError("no such thing")}
+        error = errors.get(how, cli.Ended("no such thing", cli.GAVE_UP))
         with cli.run_is_open() if how == "an open run" else contextlib.nullcontext():
-            raise error("no such thing")
+            raise error
     if how != "a full disk":  # then the others are done, and wait for each other
         hosts.barrier("which one never reaches")
 

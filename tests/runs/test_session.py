@@ -29,7 +29,7 @@ def test_only_chosen_steps_leave_a_trace(tmp_path):
 
 
 def test_running_out_of_memory_names_the_fix_and_other_errors_pass(tmp_path):
-    with pytest.raises(cli.RunLost, match="step 3: .*smaller train.microbatch_size"), watched(3, range(0), tmp_path):
+    with pytest.raises(cli.Ended, match="step 3: .*smaller train.microbatch_size"), watched(3, range(0), tmp_path):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 10 bytes")
     assert (tmp_path / "memory.prof").stat().st_size > 0
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), watched(3, range(0), tmp_path):

@@ -146,7 +146,7 @@ def in_open_run(error):
         (OSError(errno.ENOSPC, "No space left on device", "x.json"), cli.FAILED),
         (in_open_run(ValueError("anything")), cli.FAILED),
         (in_open_run(StorageFailure("c/3", "forbidden", Kind.PERMANENT)), cli.FAILED),
-        (in_open_run(cli.RunLost("not finite")), cli.GAVE_UP),
+        (in_open_run(cli.Ended("not finite", cli.GAVE_UP)), cli.GAVE_UP),
     ],
     ids=str,
 )
