@@ -56,7 +56,8 @@ class Rollout(abc.ABC):
     a completion may change where two tokens are almost equally probable.
 
     Attributes:
-      weights: the weights of the next dispatch; their `version` is the `weight_version` of completions.
+      weights: the weights of the next dispatch; their `version` is the `weight_version` of completions. Only
+        `sync_weights` replaces them; they are staged, verified and summed up by their own methods.
       apart: whether completions are sampled in other processes. `generate`, `exchange` and a sync of staged weights
         then launch no program here, so any thread may call them on any number of hosts.
       split: how several hosts divide the prompts. Only a `Feedable` rollout can have TAKEN.
@@ -68,24 +69,11 @@ class Rollout(abc.ABC):
     apart: bool = False
     split: Split = Split.SHARE
 
-    def stage_weights(self, params: Params) -> Staged:
-        """Returns a copy of the trainer's weights in the rollout's dtype, which any thread may sync and verify later.
-        The copy stays valid when the trainer donates `params`. All hosts call this together."""
-        return self.weights.stage(params)
-
     def sync_weights(self, params: Params | Staged, version: int) -> None:
         """Makes `params` the rollout's weights from the next dispatch on, with the number `version`. Lockstep waits for
         calls that sample; with JetStream they raise RolloutError. If dtype and layout are the trainer's, nothing is
         copied: a trainer that donates these arrays must sync again before the next `generate`."""
         self.weights.sync(params, version)
-
-    def verify_weights(self, params: Params | Staged) -> None:
-        """Raises RolloutError unless the rollout's weights are `params` in the rollout's dtype, by their checksums."""
-        self.weights.verify(params)
-
-    def weights_checksum(self) -> int:
-        """A 64-bit checksum of what the last sync brought, in the rollout's dtype; the same in every layout."""
-        return self.weights.checksum()
 
     def generate(self, request: Request, journal: "GroupJournal | None" = None) -> Groups:
         """Blocks until the completions are drawn, and returns the completions of each prompt, in the prompts' order.

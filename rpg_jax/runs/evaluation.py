@@ -269,7 +269,7 @@ def evaluate(
         else:
             own = make_rollout(experiment.layout, policy.params)
         try:
-            settings = settings_of(policy, name, k, f"{own.weights_checksum():016x}")
+            settings = settings_of(policy, name, k, f"{own.weights.checksum():016x}")
             folder = open_folder(out, home.files / "evaluations" / f"{name}-step-{policy.step}", settings)
             with storage.files.locked(folder):
                 file = folder / "completions.jsonl"

@@ -184,4 +184,4 @@ class _Disk:
             dtype = jnp.dtype(self._layout.config.model.compute_dtype)  # decoding's dtype; a sync would cast to it
             params = weights.placed(dtype, shardings_of(self._layout.weights))
             self._rollout.sync_weights(params, self._rollout.weights.version + 1)
-            return self._rollout.weights_checksum()
+            return self._rollout.weights.checksum()

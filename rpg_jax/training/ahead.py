@@ -75,7 +75,7 @@ class AheadCollector(Collector):
         self._versions[step] = version
         due = [s for s in range(step, min(step + self.max_staleness + 1, self.steps)) if s not in self._jobs]
         if due:
-            policy = self.rollout.stage_weights(params)
+            policy = self.rollout.weights.stage(params)
             self._jobs |= {s: self._thread.submit(self._sample, s, policy, version) for s in due}
         collected = self._jobs.pop(step).result()
         self._check(step, collected)
@@ -87,7 +87,7 @@ class AheadCollector(Collector):
     def sync(self, params: Any, version: int) -> None:
         """Gives the rollout a copy of `params`, the weights after `version` updates: the next step donates `params`
         while the rollout samples. Raises RolloutError unless the rollout then holds the same bits, in its own dtype."""
-        super().sync(self.rollout.stage_weights(params), version)
+        super().sync(self.rollout.weights.stage(params), version)
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -126,7 +126,7 @@ class AheadCollector(Collector):
     def _sample(self, step: int, policy: Staged, version: int) -> Collected:
         with self._turn:
             self.rollout.sync_weights(policy, version)
-            self.rollout.verify_weights(policy)
+            self.rollout.weights.verify(policy)
             collected = _marked(self._next(step))
             self.carried = collected.carried
             return collected

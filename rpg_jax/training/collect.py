@@ -263,7 +263,7 @@ class Collector:
         rollout's weights are then not `params` in the rollout's dtype, by checksums: completions would come from
         another policy than the trained policy."""
         self.rollout.sync_weights(params, version)
-        self.rollout.verify_weights(params)
+        self.rollout.weights.verify(params)
 
     def exclusive(self) -> contextlib.AbstractContextManager:
         """A context: only the caller uses the rollout. A caller that loads other weights calls `sync` at the end."""

@@ -303,7 +303,7 @@ def test_decoding_spread_over_a_mesh_gives_the_same_completions(
     layout = parallel.shardings(models.logical_axes(model_config), params, mesh, rules)
     made = make("lockstep", *model, slots=8, mesh=mesh, rules=rules, shardings=layout)
     assert is_same(made.generate(work), expected)
-    made.verify_weights(params)
+    made.weights.verify(params)
 
 
 @pytest.mark.slow  # programs of its own
@@ -355,7 +355,7 @@ def test_decoding_in_eight_bits_is_decoding_of_the_rounded_weights(make, model, 
     rounded = jax.tree.map(lambda x: x[...] if isinstance(x, Int8) else x, quantized(params), **expand)
     plain = make("simple", graphdef, rounded, slots=8)
     assert is_same(made.generate(work), plain.generate(work))
-    made.verify_weights(params)
+    made.weights.verify(params)
 
 
 @pytest.mark.slow  # programs of its own

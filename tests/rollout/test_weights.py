@@ -65,13 +65,13 @@ def test_a_cast_sync_is_verified_in_the_sampler_dtype():
 def test_corrupted_sampler_weights_raise_the_alarm(build, model):
     _, params = model
     sampler = build("lockstep")
-    sampler.verify_weights(params)
+    sampler.weights.verify(params)
     corrupted = {**params, "final_norm": params["final_norm"].at[2].add(1e-7)}
     sampler.sync_weights(corrupted, 1)
     try:
         with pytest.raises(RolloutError, match="not the trainer's"):
-            sampler.verify_weights(params)
-        assert sampler.weights_checksum() != weights_checksum(params)
+            sampler.weights.verify(params)
+        assert sampler.weights.checksum() != weights_checksum(params)
     finally:
         sampler.sync_weights(params, 0)
 

@@ -43,15 +43,15 @@ class Weights:
     """A rollout that only remembers its weights."""
 
     def __init__(self):
-        self.version = None
+        self.version, self.weights = None, self
 
-    def stage_weights(self, params):
+    def stage(self, params):
         return params
 
     def sync_weights(self, params, version):
         self.version, self.params = version, params
 
-    def verify_weights(self, params):
+    def verify(self, params):
         assert params is self.params
 
 

@@ -37,7 +37,7 @@ def server(build, letters, model_config, model):
         def swap(self, weights):
             one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
             rollout.sync_weights(weights.placed(np.float32, jax.tree.map(lambda _: one, model[1])), 0)
-            return rollout.weights_checksum()
+            return rollout.weights.checksum()
 
     made = Server(rollout, letters, Sampling(stop_token_ids=(7,)), max_active=2000, http_port=0, disk=Disk())
     yield made

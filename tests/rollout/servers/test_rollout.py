@@ -214,7 +214,7 @@ def test_this_projects_servers_prove_the_weights_with_every_answer(stand_in, ser
 
     server = stand_in(own)
     rollout = served(server.url, kind=KINDS["rpg_jax"])
-    checksum.append(f"{rollout.weights_checksum():016x}")
+    checksum.append(f"{rollout.weights.checksum():016x}")
     rollout.generate(REQUEST)
     assert loads() == 2 and not others
     assert sorted({tuple(body["counters"]) for path, body in server.calls if path == COMPLETIONS}) == [

@@ -91,7 +91,7 @@ def test_a_trainer_s_counters_give_its_completion_and_prompt_ids_and_other_weigh
     [choice], made = answer["choices"], build("simple").generate(Request(**one, sampling=sampling))[0][2]
     assert choice["token_ids"] == made.tokens.tolist() and choice["prompt_token_ids"] == asked["prompt"]
     np.testing.assert_allclose(choice["sampler_logprobs"], made.logprobs, atol=5e-6)  # f32 sums
-    assert choice["logprobs"] is None and answer["weights"] == [f"{server._rollout.weights_checksum():016x}"]
+    assert choice["logprobs"] is None and answer["weights"] == [f"{server._rollout.weights.checksum():016x}"]
     [other] = completion(server, **asked, seed=5, stop_token_ids=[])["choices"]
     assert other["finish_reason"] == "length" and len(other["token_ids"]) == 24
     for wrong in ({"counters": [1, 2, 3]}, {"counters": [1, 2, 3, -1]}, {"counters": [1, 2, 3, 4], "n": 2}):
@@ -504,7 +504,7 @@ class Disk:
             version = self.sampler.weights.version + 1
             self.sampler.sync_weights(jax.tree.map(lambda x: x * weights.number, self.params), version)
             self.swaps.append(str(weights.number))
-        return self.sampler.weights_checksum()
+        return self.sampler.weights.checksum()
 
 
 @pytest.fixture
@@ -546,7 +546,7 @@ def test_a_client_that_leaves_ends_no_load_and_nothing_is_served_before_its_end(
     disk.may_swap.set()
     served = later.result(30)[1]["weights"]
     assert disk.swaps == ["4", "5"] and disk.most == 1
-    assert served == f"{server._rollout.weights_checksum():016x}"
+    assert served == f"{server._rollout.weights.checksum():016x}"
     answer = completion(server, prompt="1", counters=[1, 2, 3, 4])
     assert answer["weights"] == [served] and server._rollout.weights.version == 2
 
@@ -564,14 +564,14 @@ def test_loads_follow_each_other_and_each_answer_names_the_weights_that_it_left(
     assert status == 500 and "gone was not read: the disk has gone" in refusal["error"]["message"]
     assert all(answer["weight_version"] == f"v{folder}" for folder, (_, answer) in found.items())
     assert len({answer["weights"] for _, answer in found.values()}) == 3
-    assert found[disk.swaps[-1]][1]["weights"] == f"{server._rollout.weights_checksum():016x}"
+    assert found[disk.swaps[-1]][1]["weights"] == f"{server._rollout.weights.checksum():016x}"
 
 
 def test_completions_go_on_while_a_folder_is_read_and_a_bad_folder_stops_none(loading, until):
     server, disk = loading
     disk.may_read.clear()
     disk.may_swap.set()
-    before = f"{server._rollout.weights_checksum():016x}"
+    before = f"{server._rollout.weights.checksum():016x}"
     for folder, status in (("none", 400), ("3", 200)):
         disk.may_read.clear()
         answer = in_thread(load, server, folder)
@@ -596,7 +596,7 @@ def test_a_load_waits_for_the_completions_under_way_and_they_keep_their_weights(
         return original(*args, **options)
 
     monkeypatch.setattr(engine, "generate", slow)
-    before = f"{server._rollout.weights_checksum():016x}"
+    before = f"{server._rollout.weights.checksum():016x}"
     drawn = in_thread(completion, server, prompt="1", counters=[1, 2, 3, 4])
     until(lambda: begun)
     loaded = in_thread(load, server, "3")
@@ -655,4 +655,4 @@ def test_a_completion_of_two_policies_names_both(loading, monkeypatch):
 
     monkeypatch.setattr(engine, "generate", changing)
     named = completion(server, **asked)["weights"]
-    assert named == [first, f"{server._rollout.weights_checksum():016x}"] and named[0] != named[1]
+    assert named == [first, f"{server._rollout.weights.checksum():016x}"] and named[0] != named[1]

@@ -73,12 +73,12 @@ def test_a_server_names_its_weights_and_other_weights_give_no_common_score(build
     made = Server(rollout, letters, Sampling(), http_port=0)
     client = rollout_by(made, 4)
     try:
-        assert client.weights_checksum() == (before := rollout.weights_checksum())
+        assert client.weights.checksum() == (before := rollout.weights.checksum())
         assert client.generate(work)
         own = rollout.weights._synced
         rollout.sync_weights(jax.tree.map(lambda x: 2 * x, own), 1)
         with pytest.raises(
-            ValueError, match=f"has the weights .*{rollout.weights_checksum():016x}.*, and the trainer {before:016x}"
+            ValueError, match=f"has the weights .*{rollout.weights.checksum():016x}.*, and the trainer {before:016x}"
         ):
             client.generate(work)
         rollout.sync_weights(own, 0)  # of an engine that other tests use
