@@ -95,9 +95,7 @@ class HeldOut:
 
     Attributes:
       sets: problems by the name of their set.
-      generate: draws groups by `rollout`, with random numbers that training does not use.
-      scorer: scores the groups of `generate`, and reads the answers in completions.
-      rollout: samples; training samples with it too.
+      generate: draws and scores groups, by the rollout of training, with random numbers that training does not use.
       optimizer: says which weights to evaluate: those of the state, or an average.
       drift: measures how far the policy is from the policy before the first step; None measures nothing.
       log: gets some of the completions; None: no log gets any.
@@ -105,8 +103,6 @@ class HeldOut:
 
     sets: Mapping[str, Sequence[Problem]]
     generate: GroupGenerator
-    scorer: Scorer
-    rollout: Rollout
     optimizer: Optimizer
     drift: Drift | None = None
     log: RunLog | None = None
@@ -120,7 +116,7 @@ class HeldOut:
         with collector.exclusive():
             params = self.optimizer.evaluation_params(state.opt_state, state.params)
             if params is not state.params or collector.lags:
-                self.rollout.sync_weights(params, version)
+                self.generate.rollout.sync_weights(params, version)
             if self.drift is not None and step == self.drift.start:
                 self.drift.begin(params)
             values = self.scores_of(params, step)
@@ -137,7 +133,7 @@ class HeldOut:
             groups = self.generate(problems, step=step)
             if self.log is not None:
                 self.log.append_samples(step, groups)
-            own = records(name, groups, self.scorer)
+            own = records(name, groups, self.generate.scorer)
             if hosts.is_first() and (note := scores.without_verdict(name, own)):
                 print(note, file=sys.stderr)
             found = scores.metrics(own) | ({} if self.drift is None else self.drift.metrics(groups, params))

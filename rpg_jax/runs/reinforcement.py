@@ -47,7 +47,7 @@ from rpg_jax.runs.session import CompilationCounter, OnStep, Session, Trainer, h
 from rpg_jax.runs.warm_start import drawn_base, warm_started
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.training.ahead import AheadCollector
-from rpg_jax.training.collect import Collector, DynamicSampling, collect
+from rpg_jax.training.collect import Collector, DynamicSampling
 from rpg_jax.training.loop import Algorithm, Step, take_step
 from rpg_jax.training.measures import SAMPLER_GAPS, Guard
 from rpg_jax.training.objective import advantages_fn, token_rewards
@@ -114,8 +114,6 @@ def make_trainer(experiment: Experiment, session: Session) -> tuple[_Reinforceme
     held_out = HeldOut(
         experiment.task.held_out,
         evaluation_generator(experiment, own, scorer),
-        scorer,
-        own,
         learner.optimizer,
         make_drift(experiment, algorithm, folder, parent.step if parent else 0) if config.evaluation.drift else None,
     )
@@ -162,7 +160,7 @@ class _ReinforcementTrainer(Trainer):
         saving, journal = self.checkpointing.take_seconds(), self.checkpointing.journal
         counted = {"time/compilations": len(programs), "time/compiling": seconds, "time/checkpoint": saving}
         counted |= {} if journal is None else journal.take_counts()
-        return counted | self.held_out.rollout.take_counts() | host_metrics()
+        return counted | self.held_out.generate.rollout.take_counts() | host_metrics()
 
 
 def _make_guard(config: ConfigDict) -> Guard:
@@ -277,29 +275,21 @@ def _make_collector(
     """The collector of a step's groups, which samples by `own` and scores by `scorer`: between updates or ahead of
     them, whole completions or parts. Raises ValueError if several processes would sample ahead without servers."""
     c, dynamic = experiment.config, experiment.config.dynamic_sampling
-    stream = data.PromptStream(experiment.task.train, seed=c.seed)
     sizes = {"temperature": c.rollout.temperature, "group_size": c.rollout.group_size, "seed": c.seed}
-    generator = make_generator(experiment, own, scorer, **sizes, journal=journal)
-    rule = None
+    parts: dict[str, Any] = {
+        "generator": make_generator(experiment, own, scorer, **sizes, journal=journal),
+        "stream": data.PromptStream(experiment.task.train, seed=c.seed),
+        "prompts_per_step": c.rollout.prompts_per_step,
+        "max_failures": c.rewards.max_failures,
+    }
     if dynamic.enabled:
-        rule = DynamicSampling(dynamic.oversample, dynamic.max_batches, dynamic.surplus)
-
-    drawn = {"prompts_per_step": c.rollout.prompts_per_step, "dynamic": rule, "max_failures": c.rewards.max_failures}
-    collected = functools.partial(collect, stream.take, generator, **drawn)
-    parts = collected, generator.take_errors, own, stream
+        parts["dynamic"] = DynamicSampling(dynamic.oversample, dynamic.max_batches, dynamic.surplus)
     if c.rollout.max_staleness:
-        return AheadCollector(*parts, max_staleness=c.rollout.max_staleness, steps=c.train.steps)
+        return AheadCollector(**parts, max_staleness=c.rollout.max_staleness, steps=c.train.steps)
     if not c.rollout.partial_tokens:
-        return Collector(*parts)
-    return PartialCollector(
-        *parts,
-        generator=generator,
-        prompts_per_step=c.rollout.prompts_per_step,
-        dynamic=rule,
-        max_tokens=c.rollout.max_tokens,
-        part_tokens=c.rollout.partial_tokens,
-        steps=c.train.steps,
-    )
+        return Collector(**parts)
+    limits = {"max_tokens": c.rollout.max_tokens, "part_tokens": c.rollout.partial_tokens}
+    return PartialCollector(**parts, **limits, steps=c.train.steps)
 
 
 def _make_reference(experiment: Experiment, folder: storage.Folder, closing: contextlib.ExitStack) -> Reference:

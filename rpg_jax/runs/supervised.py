@@ -79,7 +79,7 @@ def make_trainer(experiment: Experiment, session: Session) -> tuple[_SupervisedT
         own = make_rollout(experiment.layout, params)
         session.closing.callback(own.close)
         generate = evaluation_generator(experiment, own, scorer)
-        held_out = HeldOut(sets, generate, scorer, own, learner.optimizer, log=session.log)
+        held_out = HeldOut(sets, generate, learner.optimizer, log=session.log)
     parts: dict[str, Any] = {"learner": learner, "guard": guard, "last": last, "programs": programs, "log": session.log}
     return _SupervisedTrainer(experiment=experiment, batches=batches, held_out=held_out, **parts), params
 
@@ -119,7 +119,7 @@ class _SupervisedTrainer(Trainer):
         self.log.drop_samples(number)  # an evaluation that a kill ended may have left completions
         if self.held_out is None:
             return mean | found
-        self.held_out.rollout.sync_weights(state.params, number)
+        self.held_out.generate.rollout.sync_weights(state.params, number)
         return mean | found | self.held_out.scores_of(state.params, number)
 
     def record(self) -> dict[str, Any]:

@@ -43,8 +43,8 @@ class AheadCollector(Collector):
     """Collects the groups of `max_staleness` steps to come, in a thread, while the trainer trains.
 
     Attributes:
-      collect, take_errors, stream: as in `Collector`; one thread at a time calls them.
-      rollout: on other devices than the trainer's, unless there is one device only.
+      generator, stream: as in `Collector`; one thread at a time uses them. The rollout is on other devices than the
+        trainer's, unless there is one device only.
       max_staleness: steps, at least 1.
       steps: the number of steps of the run; nothing is sampled for later steps.
 

@@ -12,6 +12,7 @@ import numpy as np
 from rpg_jax.data import Group, Problem, PromptStream
 from rpg_jax.data.groups import decode_groups, encode_groups
 from rpg_jax.rollout import Rollout
+from rpg_jax.training.generate import GroupGenerator
 
 UNKNOWN_SHARE = 0.5
 """The share of informative groups that is assumed before a run has generated a group."""
@@ -225,28 +226,32 @@ def _repetitions_apart(problems: Sequence[Problem], generate: Generate, step: in
     return [made[i] for i in range(len(problems))]
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Collector:
     """Collects the groups of a step when the step asks for the groups. So sampling and training take turns.
 
     Attributes:
-      collect: the function `collect` with the run's stream, generator and sizes bound. `Collector` passes `step`,
-        `pending` and `share`. `step` counts from 0. `share` is from the last step that generated groups.
-      take_errors: returns the number of failed verdicts of each kind since the last call.
-      rollout: generates the completions.
-      stream: of problems; `collect` reads it.
+      generator: samples the completions of problems by its rollout, and scores them.
+      stream: of problems.
+      prompts_per_step, dynamic, max_failures: as in `collect`.
       carried: the groups that the last step left for the next one, with their behaviour log-probs. Unless the
         collector `lags`, the trainer notes these before it updates the weights, and sets `carried`.
-      share: the share of informative groups to expect.
+      share: the share of informative groups to expect, from the last step that generated groups.
     """
 
-    collect: Callable[..., Collected]
-    take_errors: Callable[[], Mapping[str, int]]
-    rollout: Rollout
+    generator: GroupGenerator
     stream: PromptStream
+    prompts_per_step: int
+    dynamic: DynamicSampling | None = None
+    max_failures: float = 1.0
     carried: list[Group] = dataclasses.field(default_factory=list, init=False)
     share: float = dataclasses.field(default=UNKNOWN_SHARE, init=False)
     lags: ClassVar[bool] = False  # the rollout may hold earlier weights than the trainer
+
+    @property
+    def rollout(self) -> Rollout:
+        """The generator's rollout."""
+        return self.generator.rollout
 
     def take(self, step: int, params: Any, version: int) -> Collected:
         """Returns the groups of `step` (from 0): those carried over, and those sampled now with the rollout's weights.
@@ -285,7 +290,17 @@ class Collector:
     def close(self) -> None:
         """Ends the work in the background. This collector has none."""
 
-    def _next(self, step: int, **begun: list[Group]) -> Collected:
-        collected = self.collect(step=step, pending=self.carried, share=self.share, **begun)
+    def _next(self, step: int, begun: list[Group] | None = None) -> Collected:
+        collected = collect(
+            self.stream.take,
+            self.generator,
+            prompts_per_step=self.prompts_per_step,
+            step=step,
+            dynamic=self.dynamic,
+            pending=self.carried,
+            share=self.share,
+            max_failures=self.max_failures,
+            begun=begun,
+        )
         self.share = collected.share or self.share
-        return dataclasses.replace(collected, errors=self.take_errors())
+        return dataclasses.replace(collected, errors=self.generator.take_errors())

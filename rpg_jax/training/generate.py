@@ -68,7 +68,8 @@ class GroupGenerator:
     n-th group if all n sample together. All processes get all groups, in order. A complete or scored group is a
     heartbeat. `encode` makes a problem's prompt, i32[n]; `decode` makes text of token ids. `play` makes the environment
     of a request from its problems. Groups that `journal` has are not sampled again, but scored again.
-    `by_length`: the prompts whose completions were longest in earlier calls begin first.
+    `by_length`: the prompts whose completions were longest in earlier calls begin first. `rollout` and `scorer` are
+    attributes too.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class GroupGenerator:
         by_length: bool = True,
     ):
         self._play, self._journal, self._by_length = play, journal, by_length
-        self._rollout, self.encode, self._decode, self._scorer = rollout, encode, decode, scorer
+        self.rollout, self.encode, self._decode, self.scorer = rollout, encode, decode, scorer
         self._group_size, self._sampling, self._seed = group_size, sampling, seed
         self._errors: collections.Counter[str] = collections.Counter()
         self._lengths: dict[int, float] = {}  # tokens of a mean completion, by prompt_id: the same on all hosts
@@ -99,7 +100,7 @@ class GroupGenerator:
         `step` and `draw` choose the random numbers. `group_size` None: the generator's. Raises the errors of
         `Rollout.generate`, of the scorer, and of an environment that cannot be made or always fails.
         """
-        split = self._rollout.split
+        split = self.rollout.split
         places: Sequence[int] = range(len(problems))
         if split is Split.SHARE:
             places = hosts.share(places)
@@ -119,7 +120,7 @@ class GroupGenerator:
                 expected=[self._lengths.get(p.prompt_id) for p in asked],
                 environment=player,
             )
-            self._rollout.generate(request, self._journal)
+            self.rollout.generate(request, self._journal)
             if player is not None:
                 player.check()
         made, errors = scoring.result()
@@ -129,7 +130,7 @@ class GroupGenerator:
         """Draws the next tokens of each part. Returns each part's completions, with the tokens of earlier calls: all of
         a group that begins, or the one that goes on. `step` is the present step: the journal keeps the groups of a step
         together. Blocks; all processes call it with the same parts. Raises the errors of `Rollout.generate`."""
-        split, places = self._rollout.split, list(range(len(parts)))
+        split, places = self.rollout.split, list(range(len(parts)))
         places = hosts.share(places) if split is Split.SHARE else places
         own = [parts[place] for place in places]
         lengths = [self._lengths.get(part.group.problem.prompt_id) for part in own]
@@ -147,7 +148,7 @@ class GroupGenerator:
                 for part in own
             ],
         )
-        drawn = zip(places, own, self._rollout.generate(request, self._journal), strict=True)
+        drawn = zip(places, own, self.rollout.generate(request, self._journal), strict=True)
         made = {place: unscored(part.group.problem, part.group.prompt, new) for place, part, new in drawn if new}
         groups = [*made.values()] if split is Split.TOGETHER else self._joined(made, {})
         return [part.followed_by(group.completions) for part, group in zip(parts, groups, strict=True)]
@@ -176,11 +177,11 @@ class GroupGenerator:
             self._errors.update(errors)
             return [*own.values()]
         places = list[int]()
-        for said in self._rollout.exchange(json.dumps([errors, [*own]]).encode()):
+        for said in self.rollout.exchange(json.dumps([errors, [*own]]).encode()):
             counted, at = json.loads(said)
             self._errors.update(counted)
             places += at
-        parts = [groups_from_bytes(packed) for packed in self._rollout.exchange(groups_to_bytes([*own.values()]))]
+        parts = [groups_from_bytes(packed) for packed in self.rollout.exchange(groups_to_bytes([*own.values()]))]
         groups = zip(places, itertools.chain.from_iterable(parts), strict=True)
         return [group for _, group in sorted(groups, key=operator.itemgetter(0))]
 
@@ -191,7 +192,7 @@ class GroupGenerator:
         in order, number of failed verdicts by kind). Raises the errors of the scorer."""
         flat = [c for group in completions for c in group]
         texts = [shown(c, self._decode) for c in flat]
-        scores = self._scorer(
+        scores = self.scorer(
             [p for p, group in zip(problems, completions, strict=True) for _ in group],
             [last_turn(c, self._decode) if c.turns else text for c, text in zip(flat, texts, strict=True)],
             [int(c.sampled.sum()) for c in flat],

@@ -22,8 +22,8 @@ from typing import Any
 from rpg_jax.data import Group
 from rpg_jax.data.groups import decode_groups, encode_groups, unscored
 from rpg_jax.training.ahead import aged
-from rpg_jax.training.collect import Collected, Collector, DynamicSampling
-from rpg_jax.training.generate import GroupGenerator, Part
+from rpg_jax.training.collect import Collected, Collector
+from rpg_jax.training.generate import Part
 
 
 @dataclasses.dataclass
@@ -47,18 +47,12 @@ class PartialCollector(Collector):
     scores its own groups when they are complete. With dynamic sampling, only its first batch is drawn in parts.
 
     Attributes:
-      collect, take_errors, rollout, stream: as in `Collector`.
-      generator: draws the parts.
-      prompts_per_step: groups that a step trains.
-      dynamic: dynamic sampling, whose `surplus` must be "drop"; or None.
+      generator, stream, prompts_per_step, dynamic: as in `Collector`. The `surplus` of `dynamic` must be "drop".
       max_tokens: M, the most tokens of a completion.
       part_tokens: S, the most tokens of a part; a completion has at most K = ceil(M / S) parts.
       steps: the number of steps of the run; nothing begins for later steps.
     """
 
-    generator: GroupGenerator
-    prompts_per_step: int
-    dynamic: DynamicSampling | None
     max_tokens: int
     part_tokens: int
     steps: int

@@ -50,7 +50,7 @@ def finished(runs, name, devices, changes):
             session = Session(experiment, folder, closing, journaled=True)
             session.begin(*make_trainer(experiment, session))
             assert session.to_the_end() == 0
-            k, rollout = config.rollout.devices, session.trainer.held_out.rollout
+            k, rollout = config.rollout.devices, session.trainer.algorithm.collector.rollout
             assert where(session.now.state) == set(devices[: len(devices) - k])
             with rollout.weights.pinned() as held:
                 assert where((held, rollout.engine.init_decode_state())) == set(devices[-k:])

@@ -32,6 +32,8 @@ def group(version, tokens=1, logprob=-2.0):
 class Stream:
     """A position that never moves."""
 
+    take = None
+
     def state(self):
         return {}
 
@@ -55,6 +57,20 @@ class Weights:
         assert params is self.params
 
 
+@pytest.fixture(autouse=True)
+def groups_by_the_generator(monkeypatch):
+    def made(take, generator, *, step, pending, share, **_):
+        return generator.collect(step, pending, share)
+
+    monkeypatch.setattr("rpg_jax.training.collect.collect", made)
+
+
+def ahead_by(collect, rollout, errors=None, **options):
+    """The collector whose generator makes the groups of a step by `collect`."""
+    generator = SimpleNamespace(collect=collect, rollout=rollout, take_errors=lambda: errors or {})
+    return AheadCollector(generator=generator, stream=Stream(), prompts_per_step=1, **options)
+
+
 def ahead_of(weights, collected, **options):
     def collect(step, pending, share):
         collected.append((step, weights.version))
@@ -62,7 +78,7 @@ def ahead_of(weights, collected, **options):
         return Collected(made, list(pending), made)
 
     options = {"max_staleness": 1, "steps": 100, **options}
-    return AheadCollector(collect, lambda: {"timeout": 1}, weights, Stream(), **options)
+    return ahead_by(collect, weights, {"timeout": 1}, **options)
 
 
 @pytest.mark.parametrize("bound", [1, 3])
@@ -84,7 +100,7 @@ def test_sampling_overlaps_training_and_waits_at_the_bound():
         assert step == 0 or go.wait(20)
         return Collected([group(weights.version)], [], [group(weights.version)])
 
-    ahead = AheadCollector(collect, dict, weights, Stream(), max_staleness=2, steps=100)
+    ahead = ahead_by(collect, weights, max_staleness=2, steps=100)
     ahead.take(0, {}, 0)
     while begun != [0, 1]:  # the batch of step 1 is under way while step 0 trains
         pass
@@ -103,7 +119,7 @@ def test_a_token_older_than_the_bound_is_an_error():
         made = [group(weights.version - 5 * (step == 2))]
         return Collected(made, [], made)
 
-    ahead = AheadCollector(collect, dict, weights, Stream(), max_staleness=1, steps=100)
+    ahead = ahead_by(collect, weights, max_staleness=1, steps=100)
     ahead.take(0, {}, 10)
     ahead.take(1, {}, 11)
     with pytest.raises(RolloutError, match=r"step 2 would train on tokens of weights version 6, .* before version 11"):
@@ -118,7 +134,7 @@ def test_a_fault_in_sampling_is_raised_at_the_step_that_needs_the_batch():
             raise OSError("device fell off the bus")
         return Collected([group(0)], [], [group(0)])
 
-    ahead = AheadCollector(collect, dict, weights, Stream(), max_staleness=1, steps=100)
+    ahead = ahead_by(collect, weights, max_staleness=1, steps=100)
     ahead.take(0, {}, 0)
     with pytest.raises(OSError, match="fell off the bus"):
         ahead.take(1, {}, 1)
@@ -172,7 +188,7 @@ def with_logprobs(groups, present, ref=None, *, decoupled=False):
     def collect(step, pending, share):
         return Collected(groups, [], groups)
 
-    ahead = AheadCollector(collect, dict, Weights(), Stream(), max_staleness=1, steps=2)
+    ahead = ahead_by(collect, Weights(), max_staleness=1, steps=2)
     ahead.publish(present, 0)
     ahead.take(0, present, 0)
     trained = ahead.take(1, present, 1).trained
@@ -332,7 +348,7 @@ def test_a_record_holds_the_batches_to_come_and_what_is_carried():
         return Collected(made, list(pending), [*pending, made[0]], [made[1]])
 
     def make():
-        return AheadCollector(collect, lambda: {"timeout": 2}, Weights(), Stream(), max_staleness=2, steps=100)
+        return ahead_by(collect, Weights(), {"timeout": 2}, max_staleness=2, steps=100)
 
     first = make()
     first.take(0, {}, 0)

@@ -14,7 +14,7 @@ from rpg_jax.rollout import weights_checksum
 from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.training.ahead import AheadCollector
-from rpg_jax.training.collect import Collector, DynamicSampling, collect
+from rpg_jax.training.collect import Collector, DynamicSampling
 from rpg_jax.training.loop import Algorithm, take_step
 from rpg_jax.training.objective import Objective, advantages_fn, policy_loss_fn
 from rpg_jax.training.optimizer import make_optimizer
@@ -117,15 +117,11 @@ def make_loop(
 ):
     rule = make_rule({"rule": rule, "every": every, "kl_threshold": 0.1})
     rollout, stream = FakeRollout(), data.PromptStream(PROBLEMS, seed=0)
-    generator = FakeGenerator(rollout)
-
-    def take(wanted):
-        return stream.take(batch_size or wanted)
-
-    collected = functools.partial(collect, take, generator, prompts_per_step=2, dynamic=dynamic)
-    made = collected, generator.take_errors, rollout, stream
+    take = stream.take
+    stream.take = lambda wanted: take(batch_size or wanted)
+    made = {"generator": FakeGenerator(rollout), "stream": stream, "prompts_per_step": 2, "dynamic": dynamic}
     algorithm = Algorithm(
-        collector=AheadCollector(*made, **ahead) if ahead else Collector(*made),
+        collector=AheadCollector(**made, **ahead) if ahead else Collector(**made),
         pack=functools.partial(data.pack, shape=SHAPE, sharding=parts["rows"]),
         advantages=advantages_fn("group_mean", "rpg"),
         programs=programs or parts["programs"],
