@@ -11,7 +11,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -88,32 +87,32 @@ class Driver:
     """One way to run a rollout. Code that treats drivers differently asks this declaration, not the name.
 
     Attributes:
-      make: makes the `Rollout` from the model's config and graphdef, `Weights` and `Decoding`; None if `remote`.
+      make: makes the `Rollout` around an engine; None if `remote`.
       spans_hosts: whether one rollout decodes all prompts on a mesh over all hosts. Otherwise each host decodes a part
         of the prompts, on its own devices.
       needs: the name of a Python package without which lockstep takes over; "" if the driver needs none.
       remote: whether servers sample for a trainer, in other processes.
     """
 
-    make: Callable[[DecoderConfig, nnx.GraphDef, Weights, Decoding], Rollout] | None
+    make: Callable[[DecodeEngine], Rollout] | None
     spans_hosts: bool = False
     needs: str = ""
     remote: bool = False
 
 
-def _orchestrator(*model: Any) -> Rollout:
+def _orchestrator(engine: DecodeEngine) -> Rollout:
     """Makes a `JetStreamRollout`, which other drivers do not import. Raises ValueError if JetStream lacks a package."""
     try:
         from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
     except ModuleNotFoundError as error:
         fix = "pip install 'rpg_jax[jetstream]' brings what JetStream needs; or choose rollout.driver=lockstep"
         raise ValueError(f"rollout.driver=orchestrator: {error}; {fix}") from error
-    return JetStreamRollout(DecodeEngine(*model))
+    return JetStreamRollout(engine)
 
 
 DRIVERS = {
     "orchestrator": Driver(_orchestrator, needs="jetstream"),
-    "lockstep": Driver(lambda *model: LockstepRollout(DecodeEngine(*model)), spans_hosts=True),
+    "lockstep": Driver(LockstepRollout, spans_hosts=True),
     "servers": Driver(None, remote=True),
 }
 """The drivers by the value of the config field `rollout.driver`."""
@@ -166,4 +165,4 @@ def make_rollout(
         raise ValueError(f"rollout.driver={driver} needs a trainer; choose orchestrator or lockstep")
     how = {"dtype": decoding.dtype, "shardings": decoding.shardings, "int8": decoding.int8}
     weights = Weights(params, **how, base=base, merge=merge)
-    return make(config, graphdef, weights, decoding)
+    return make(DecodeEngine(config, graphdef, weights, decoding))

@@ -177,17 +177,12 @@ def open_tokenizer(config: ConfigDict, task: Task, run_dir: Path | None = None) 
     return data.load_tokenizer(file)
 
 
-def make_rollout(
-    layout: Layout, params: Any, base: models.Base | None = None, *, decoding: rollout.Decoding | None = None
-) -> rollout.Rollout:
+def make_rollout(layout: Layout, params: Any, base: models.Base | None = None) -> rollout.Rollout:
     """A rollout in this process with the policy's weights, by `rollout.driver`. A driver that samples on servers is
     replaced by the orchestrator. Several processes share one list of prompts, unless the driver is lockstep. `params`
-    are all weights, a nested dict of arrays, or the adapters of the frozen `base`. `decoding` None: `make_decoding`
-    chooses slots, lengths and mesh. With a `decoding` the driver is lockstep, whatever `rollout.driver` says."""
-    merge, chosen = layout.config.model.lora.merged, layout.config.rollout.driver
-    if decoding is not None:
-        chosen = "lockstep"
-    decoding = decoding or make_decoding(layout)
+    are all weights, a nested dict of arrays, or the adapters of the frozen `base`. `make_decoding` chooses slots,
+    lengths and mesh."""
+    merge, chosen, decoding = layout.config.model.lora.merged, layout.config.rollout.driver, make_decoding(layout)
     driver = "orchestrator" if rollout.find_driver(chosen).remote else chosen
     if base is not None and not merge:
         base = _decoding_base(layout, decoding, base)

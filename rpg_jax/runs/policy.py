@@ -20,10 +20,10 @@ from rpg_jax.data.tokenizer import IncrementalDecoder, check_unicode
 from rpg_jax.models import lora
 from rpg_jax.rollout import Request
 from rpg_jax.rollout.decoding import capacity, power_of_two
-from rpg_jax.rollout.drivers import LockstepRollout
+from rpg_jax.rollout.drivers import LockstepRollout, make_rollout
 from rpg_jax.rollout.engine import DecodeEngine
 from rpg_jax.runs import cli, config_files, run_folder
-from rpg_jax.runs.experiment import Experiment, check_inputs, make_rollout, open_experiment
+from rpg_jax.runs.experiment import Experiment, check_inputs, open_experiment
 from rpg_jax.runs.layout import Layout, shares_prompts
 from rpg_jax.runs.learner import (
     first_adapters,
@@ -212,8 +212,9 @@ class Policy:
             decoding = dataclasses.replace(decoding, steps_per_dispatch=1)
         key = (decoding.slots, decoding.capacity, decoding.steps_per_dispatch)
         if key not in self._rollouts:
-            first = next(iter(self._rollouts.values()), None) or make_rollout(layout, self.params, decoding=decoding)
-            engine = DecodeEngine(layout.model, layout.graphdef, first.weights, decoding)
+            model = layout.model, layout.graphdef
+            first = next(iter(self._rollouts.values()), None) or make_rollout("lockstep", *model, self.params, decoding)
+            engine = DecodeEngine(*model, first.weights, decoding)
             self._rollouts[key] = LockstepRollout(engine)
         return self._rollouts[key]
 
