@@ -257,7 +257,7 @@ def evaluate(
     if server and experiment.stage is not None:
         raise ValueError("--server draws completions of one turn: leave it out, and the environment is played here")
     run_folder.use_compilation_cache()
-    print("".join(f"{note}\n" for note in experiment.notes), end="")
+    print("".join(f"{note}\n" for note in experiment.task.notes), end="")
     slots = make_decoding(experiment.layout).slots * experiment.layout.decoding_hosts
     with experiment.layout.activate():
         if server:

@@ -45,14 +45,13 @@ from rpg_jax.types import Sampling
 class Experiment:
     """The parts of one config that train, evaluate, sample, serve and export share. The weights are not among them.
 
-    `layout` has the model, the meshes and the resolved config; `task` has the problems. `notes` are lines for people on
-    splits that lost problems. `stage` plays the config's environment; None without an environment. `handed` are the
-    rewards, the environment and the loss of a Python program, {name in the config: object}."""
+    `layout` has the model, the meshes and the resolved config; `task` has the problems. `stage` plays the config's
+    environment; None without an environment. `handed` are the rewards, the environment and the loss of a Python
+    program, {name in the config: object}."""
 
     layout: Layout
     tokenizer: data.Tokenizer
     task: Task
-    notes: list[str]
     stage: Stage | None = None
     handed: Handed = dataclasses.field(default_factory=dict)
 
@@ -86,7 +85,7 @@ def entered(config: ConfigDict, **how: Any) -> Iterator[tuple[Experiment, storag
     with run_folder.held(config) as folder:
         checkpointing.adopt_tokenizer(config, folder.files)
         experiment = open_experiment(config, folder.files, **how)
-        print("".join(f"{note}\n" for note in experiment.notes), end="")
+        print("".join(f"{note}\n" for note in experiment.task.notes), end="")
         with contextlib.closing(experiment), experiment.layout.activate(), contextlib.ExitStack() as closing:
             yield experiment, folder, closing
 
@@ -121,11 +120,11 @@ def open_experiment(
         if stage is not None:
             task = task.opened(failing.enter_context(stage))
         tokenizer = open_tokenizer(config, task, run_dir)
-        task, notes = (task.with_answers(config) if answers else task).encoded(tokenizer, config)
+        task = (task.with_answers(config) if answers else task).encoded(tokenizer, config)
         place = config, tokenizer.vocab_size
         layout = memory.checked(with_micro_batch(make_layout(*place))) if train else fitting_layout(*place)
         failing.pop_all()  # from here on the experiment closes the stage
-    return Experiment(layout, tokenizer, task, notes, stage, handed)
+    return Experiment(layout, tokenizer, task, stage, handed)
 
 
 def _check_model(config: ConfigDict) -> None:

@@ -115,10 +115,10 @@ class Task:
         texts = [*self.texts, *dict.fromkeys(said)]
         return dataclasses.replace(self, train=train, held_out=held_out, texts=texts, demonstrated=shown)
 
-    def encoded(self, tokenizer: data.Tokenizer, config: ConfigDict) -> tuple[Task, list[str]]:
-        """(a copy without problems whose prompts have more than `task.max_prompt_tokens` tokens, the lines of `notes`
-        and then a line on each split that had long prompts). With `task.too_long` "truncate" the copy keeps these
-        problems as they are: prompts are cut later. Raises ValueError if a split keeps no problem."""
+    def encoded(self, tokenizer: data.Tokenizer, config: ConfigDict) -> Task:
+        """A copy without problems whose prompts have more than `task.max_prompt_tokens` tokens. `notes` gets a line on
+        each split that had long prompts. With `task.too_long` "truncate" the copy keeps these problems as they are:
+        prompts are cut later. Raises ValueError if a split keeps no problem."""
         notes = [*self.notes]
 
         def fitting(name: str, problems: list[data.Problem]) -> list[data.Problem]:
@@ -144,7 +144,7 @@ class Task:
         held_out = {name: fitting(name, problems) for name, problems in self.held_out.items()}
         train = fitting("train", self.train) if self.train else []
         shown = fitting("demonstrations", [*self.demonstrated]) if self.demonstrated else self.demonstrated
-        return dataclasses.replace(self, train=train, held_out=held_out, demonstrated=shown), notes
+        return dataclasses.replace(self, train=train, held_out=held_out, notes=notes, demonstrated=shown)
 
 
 def _arithmetic(config: ConfigDict) -> Task:

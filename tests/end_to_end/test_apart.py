@@ -44,8 +44,8 @@ def finished(runs, name, devices, changes):
         run_folder.open_run(config, folder)
         task = Task.from_config(config)
         tokenizer = open_tokenizer(config, task, folder.files)
-        task, notes = task.encoded(tokenizer, config)
-        experiment = Experiment(make_layout(config, tokenizer.vocab_size, devices), tokenizer, task, notes)
+        task = task.encoded(tokenizer, config)
+        experiment = Experiment(make_layout(config, tokenizer.vocab_size, devices), tokenizer, task)
         with experiment.layout.activate(), contextlib.ExitStack() as closing:
             session = Session(experiment, folder, closing, journaled=True)
             session.begin(*make_trainer(experiment, session))

@@ -91,9 +91,9 @@ def test_notes_on_cut_sets_come_before_those_on_long_prompts(tmp_path):
     config.task.held_out_sets = f"A={written(tmp_path / 'a.jsonl', (7, 20))}"
     config.evaluation.problems = 1
     tokenizer = SimpleNamespace(chat=None, encode=lambda text: [0] * len(text))
-    task, notes = Task.from_config(config).encoded(tokenizer, config)
+    task = Task.from_config(config).encoded(tokenizer, config)
     assert prompts(task.train) == ["a"]
-    assert [note.partition(" ")[0] for note in notes] == ["A:", "train:"] and "1 dropped" in notes[1]
+    assert [note.partition(" ")[0] for note in task.notes] == ["A:", "train:"] and "1 dropped" in task.notes[1]
 
 
 def test_two_held_out_sets_of_one_name_are_refused(tmp_path):
