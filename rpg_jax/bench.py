@@ -2,9 +2,9 @@
 
   python -m rpg_jax.bench rollout --preset=w1 --json
 
-A measurement is printed as a table, or with --json as one line. Those of `step` and `rollout` have `seconds`,
-`tokens_per_s` and `peak_bytes` among their fields. Progress goes to stderr. `python -m rpg_jax.bench COMMAND --help`
-says what a command measures and how.
+A measurement is printed as a table, or with --json as one line. The fields `seconds`, `tokens_per_s` and `peak_bytes`
+are in each measurement of `step` and `rollout`. Progress goes to stderr. `python -m rpg_jax.bench COMMAND --help` says
+what a command measures and how.
 """
 
 import argparse

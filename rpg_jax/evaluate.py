@@ -81,8 +81,8 @@ def evaluate(options: argparse.Namespace) -> int:
 def changes(options: argparse.Namespace, config: ConfigDict, given: Container[str] = ()) -> dict[str, Any]:
     """{dotted name: value} of the fields of `config` that the flags in `options` replace. A flag that is None replaces
     none, but --sets without --problems takes all problems, and --rewards unsets `rewards.accuracy`. If then another
-    part decides, `rewards.right_above` stays in [0, 1) alone, where 1 is right, 0 and -1 are wrong. Both stay if they
-    are in `given`. Raises ValueError if --rewards names a file that is not there."""
+    part decides, `rewards.right_above` stays in [0, 1) alone, where 1 is right, 0 and -1 are wrong. Fields in
+    `given` stay. Raises ValueError if --rewards names a file that is not there."""
     from rpg_jax.rewards.callables import in_file
     from rpg_jax.rewards.verifiers import deciding_part
     from rpg_jax.runs import config_files, resolve

@@ -9,8 +9,8 @@ generation of A100 has no kernel, and nothing is printed.
 
 `difference` is the largest distance between two vectors, one by the kernel and one by XLA, relative to the length of
 XLA's vector, or to the median of all lengths if that is more. A vector is the last axis of a result or of a
-gradient. Above `limit` the kernel and XLA compute different things, beyond the rounding of the dtype. The command then
-goes on with the other kernels and ends with exit code 3. So it does if a kernel does not compile.
+gradient. Above `limit` the kernel and XLA compute different things, beyond the rounding of the dtype. Then, or if
+a kernel does not compile, the command goes on with the other kernels and ends with exit code 3.
 
 `kernel_seconds` and `xla_seconds` are the median time of a call after the first.
 """

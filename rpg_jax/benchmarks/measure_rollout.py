@@ -33,8 +33,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, peers: Mapping[str, Peer] = MappingProxyType({})) -> Iterator[dict[str, Any]]:
     """Yields one measurement, a dict: for each driver its medians of seconds and tokens/s over --repeats, its means of
-    decode seconds and of other seconds, and its slot occupancy. The fields of the first driver have no prefix. Those of
-    lockstep beside JetStream begin with "lockstep_". `peers`, by name, make as many completions in turn, and are
+    decode seconds and of other seconds, and its slot occupancy. The fields of the first driver have no prefix. Fields
+    of lockstep beside JetStream begin with "lockstep_". `peers`, by name, make as many completions in turn, and are
     closed before the result. `peak_bytes` is this process's. If a peer made another number, raises ValueError."""
     work = PRESETS[arguments.preset]
     if jax.default_backend() == "cpu":

@@ -145,9 +145,9 @@ def arguments(parser: cli.Parser) -> None:
 
 
 def chosen(arguments: argparse.Namespace, changes: Sequence[str]) -> Subject:
-    """Returns the subject that the options choose, with the overrides `changes` ("--config.FIELD=VALUE"), on all
-    devices. Without --config it is a preset, w1 by default. Raises ValueError for an unknown field or file, for both
-    options, and if a config names no model. Changes how this process takes memory (`cli.keep_pages`)."""
+    """Returns the subject that `arguments` choose, on all devices: the config of --config, else the preset of --preset,
+    w1 by default. `changes` ("--config.FIELD=VALUE") are more overrides. Raises ValueError for both options, for a
+    config that names no model, and as `resolve`. Changes how this process takes memory (`cli.keep_pages`)."""
     cli.keep_pages()
     if arguments.config and arguments.preset:
         raise ValueError("--preset or --config, not both")

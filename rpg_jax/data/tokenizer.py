@@ -92,8 +92,8 @@ class Tokenizer(Codec, Protocol):
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """Loads a tokenizer: a *.json or *.model file, or of a folder tokenizer.json, else tokenizer.model, else its first
-    *.model by name. Raises ValueError if there is none, and as `HuggingFaceTokenizer` and `SentencePieceTokenizer`."""
+    """Loads a tokenizer from a *.json or *.model file, or from a folder: its tokenizer.json, else its tokenizer.model,
+    else its first *.model by name. Raises ValueError without such a file, and if its tokenizer's class refuses it."""
     path = Path(path)
     for file in (path, path / "tokenizer.json", path / "tokenizer.model", *sorted(path.glob("*.model"))):
         if file.is_file() and file.name.endswith(".json"):

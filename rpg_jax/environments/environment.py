@@ -66,7 +66,7 @@ class Turn:
 
 
 class Environment(Protocol):
-    """What a user's environment must have. The keywords of its class are the config's `environment.options`. In worker
+    """The methods of a user's environment. The keywords of its class are the config's `environment.options`. In worker
     processes both methods must be pure: equal arguments give equal results, and nothing is kept between two calls. Any
     process may run a call, and a new process replaces a killed process. Each method may be a coroutine function."""
 

@@ -78,7 +78,7 @@ def ctpo(tokens: Tokens, *, width_low: Width = 0.025, width_high: Width = 0.05, 
     completion's trained tokens from 1. W_t turns a mean over prefixes of π_old into a mean over prefixes of π_θ. Where
     nothing is clipped the gradient is −W_t A ∇log π_θ(a_t): earlier tokens get no gradient through W_t.
 
-    Source: CTPO, arXiv:2605.07331; horizon-llm/CTPO at acc4021, `cum-token-cumprod-la`. It has log W_t ≤ 10, here 20.
+    Source: CTPO, arXiv:2605.07331; horizon-llm/CTPO at acc4021, `cum-token-cumprod-la`, with log W_t ≤ 10; here ≤ 20.
     """
     ones = jnp.ones_like(tokens.log_w)
     prefix, place = (masking.completion_scan(x, tokens.mask, tokens.completion_ids) for x in (tokens.log_w, ones))
@@ -93,9 +93,9 @@ def ctpo(tokens: Tokens, *, width_low: Width = 0.025, width_high: Width = 0.05, 
 def drpo(tokens: Tokens, *, trust_region: Width = 0.15) -> TokenLoss:
     """−w A + |A|/(2δ) π_old (w − 1)², f[B, T] (minimise): DPPO's region in probability, left smoothly (DRPO).
 
-    w = π_θ/π_old, A is the advantage. The gradient is −w A (1 − sign(A) (π_θ − π_old)/δ) ∇log π_θ. It fades to 0 as
-    the token's probability moves by δ in the direction of A. Beyond δ it pulls the probability back, where DPPO has no
-    gradient. δ is `trust_region`, in probability. The default is DPPO's threshold; the paper's value has not been read.
+    w = π_θ/π_old, A is the advantage. The gradient −w A (1 − sign(A) (π_θ − π_old)/δ) ∇log π_θ fades to 0 as the
+    token's probability moves by δ in the direction of A. Beyond δ the gradient pulls the probability back, where DPPO
+    has none. δ is `trust_region`, in probability. The default is DPPO's threshold: the paper's value was not read.
 
     Source: arXiv:2606.09821; the objective and its gradient weight as two independent reviews of the paper print them.
     """

@@ -204,8 +204,9 @@ def kl_baseline(
 
 
 def grouped_kl_baseline(tokens: Tokens, divergence: Divergence, kl_coef: KLCoef) -> jax.Array:
-    """`kl_baseline` of completions in rows, f[B, T], constant in θ. Completions with equal `tokens.group_ids`, which
-    must not be None, are a group. A completion alone in its group is compared with all completions of `tokens`."""
+    """The KL's part of the leave-one-out baseline (equation at `kl_baseline`), f[B, T], the same at all tokens of a
+    completion, constant in θ. Completions with equal `tokens.group_ids` are a group; AssertionError if these are None.
+    A completion alone in its group is compared with all completions of `tokens`."""
     x, (a, b, c), ids = Completions(tokens), divergence.of_completions(), tokens.group_ids
     assert ids is not None, "without group_ids the advantages hold the baseline"
     log_ratios, segments = x.whole(-x.log_rho), ids.size + 1

@@ -6,7 +6,7 @@ Its derivative in log w is the gradient weight K, ∇D = E_{π_old}[K ∇log π_
 adds the difference of the masses of the two policies. With ρ = 1 and up to constants in θ these are Tables 1, 2 and 4
 of arXiv:2505.17508. `js` and `ujs` are the means that the paper's public code calls by these names; neither is the
 Jensen–Shannon divergence. A new divergence is one function here, with its name and its equations in the decorator.
-Everything is per token, in nats. Ratios are at most e²⁰ (`tokens.bounded_exp`).
+All arrays are f[...], a number a token, in nats. Ratios are at most e²⁰ (`tokens.bounded_exp`).
 """
 
 import dataclasses
@@ -118,7 +118,7 @@ def reverse_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
     name="urkl",
 )
 def unnormalized_reverse_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
-    """`urkl`, UKL(π_θ‖π_ref) per token in nats: w log(w/ρ) − w + ρ, K = w log(w/ρ). It is w·k3 at y = ρ/w."""
+    """`urkl`, UKL(π_θ‖π_ref) per token in nats: w log(w/ρ) − w + ρ, K = w log(w/ρ). The UKL is w·k3 at y = ρ/w."""
     return reverse_kl(log_w, log_rho) - bounded_exp(log_w) + bounded_exp(log_rho)
 
 

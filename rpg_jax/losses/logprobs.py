@@ -70,7 +70,7 @@ def token_logprobs(
       log-probabilities f32[..., T], nats (f64 for f64 inputs), and entropy f32[..., T] or None.
 
     Matrix products take the inputs' dtype and accumulate in f32. The gradients of `hidden` and `head` also accumulate
-    in f32, and are cast to the dtype of their input at the end. They pass through both outputs. Raises ValueError for
+    in f32, and are cast to the dtype of their input at the end. Both outputs are differentiable. Raises ValueError for
     shapes that do not match, temperature <= 0, chunk_size < 1, or a cut that does not fit the shapes.
     """
     _check(hidden, head, targets, temperature, chunk_size, cut)

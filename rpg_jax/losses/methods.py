@@ -101,9 +101,9 @@ GRPO: dict[str, Any] = {"reference": "fixed", "kl_coef": 1e-3, **SYMMETRIC_CLIP}
 def of_completions(divergence: str, source: str, **hyperparameters: float | str) -> Method:
     """A row of RPG for completions: leave-one-out advantages, a fixed reference, completions count by their token sums.
 
-    `hyperparameters` of `rpg` replace values of the recipe. Dynamic sampling is off: it would drop groups with equal
-    rewards, and the KL of these groups too. `COMPLETIONS` has no RPG-SEQ row of an unnormalized divergence, because
-    the baseline removes the mass term.
+    `hyperparameters` of `rpg` replace values of the recipe; `source` is the paper or page of the method. Dynamic
+    sampling is off: it would drop groups with equal rewards, and the KL of these groups too. `COMPLETIONS` has no row
+    of an unnormalized divergence, because the baseline removes the mass term.
     """
     recipe: dict[str, Any] = {"estimator": "reinforce", "level": "sequence", "clip": "dual", "kl_coef": 0.1}
     return row(

@@ -68,7 +68,7 @@ def verl_form(
 
 def kl_penalty(divergence: str, log_r: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A divergence of `VERL_DIVERGENCES` and its gradient weight K at w = r, ρ = 1, f[B, T] each, in nats. `log_r` is
-    log π_θ/π_ref f[B, T]. Both are clamped to ±10, with no gradient beyond (fkl is not clamped)."""
+    log π_θ/π_ref f[B, T]. Both results, but for fkl, are clamped to ±10, with no gradient beyond."""
     d = VERL_DIVERGENCES[divergence]
     rho = jnp.zeros_like(log_r)
     if divergence == "fkl":

@@ -213,7 +213,7 @@ class Decoder(nnx.Module):
 
     @property
     def decode_attention(self) -> str:
-        """What decodes tokens: "ragged" TPU kernels with attention "splash", or "auto" on a TPU; else "xla"."""
+        """The attention of decoding: "ragged" TPU kernels with attention "splash", or "auto" on a TPU; else "xla"."""
         return "ragged" if self.attention == "splash" or (self.attention, platform()) == ("auto", "tpu") else "xla"
 
     def full_precision(self) -> contextlib.AbstractContextManager:

@@ -48,8 +48,8 @@ class _Place:
 
 
 class Folder(contextlib.ExitStack):
-    """Opens the safetensors of a folder, to read slices of tensors. A context, which closes the files. It opens the
-    files that the folder's index names; without an index, or with another `single` than the default, the one file
+    """Opens the safetensors of a folder, to read slices of tensors. A context, which closes the files. The files are
+    those that the folder's index names. Without an index, or with another `single` than the default, the only file is
     `single`. Raises ValueError if a file is missing, a file or the index is damaged, or a tensor has another dtype than
     float32, bfloat16 and float16."""
 

@@ -204,8 +204,7 @@ def _program(where: NamedSharding | None) -> Any:
 
 
 def _blocks(entries: list[Stored], limit: int) -> Iterator[_Block]:
-    """Yields all blocks, of at most `limit` numbers or one layer. The blocks of a parameter are equally large, so that
-    one program makes them."""
+    """Yields all blocks, of at most `limit` numbers or one layer. One program makes the equal blocks of a parameter."""
     for entry in entries:
         layers = entry.shape[0] if entry.stacked else 1
         row = math.prod(entry.shape) // layers

@@ -37,7 +37,7 @@ TARGETS: Mapping[str, frozenset[str]] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Which matrices of a model have adapters, and of which rank. Raises ValueError for a value out of range.
+    """The choice of adapters: for which matrices of a model, of which rank. Raises ValueError for a value out of range.
 
     Attributes:
       rank: r, the width of A and the height of B; at least 1.

@@ -91,8 +91,8 @@ def swiglu(x: jax.Array, gate: Weight, up: Weight, down: Weight, axes: tuple[str
     and `axes` are the logical names of B and T.
 
     Rows of more than 2,560 tokens pass in n stretches, if a small n divides T. The backward pass computes them again,
-    so hidden units take [B, T / n, F]. On a mesh each device gathers its weights once. It adds up their gradient over
-    all stretches, and then once over the devices, in the weights' dtype. XLA by itself sums each over the network.
+    so hidden units take [B, T / n, F]. On a mesh each device gathers its weights once. The weights' gradient is added
+    up over all stretches, and then once over the devices, in their dtype. XLA by itself sums each over the network.
     """
     tokens = partition_spec(*axes, None)
     if tokens is None or jax.sharding.get_abstract_mesh().size == 1:

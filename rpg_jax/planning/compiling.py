@@ -28,8 +28,8 @@ SAMPLING = frozenset({"prefill", "decode", "exchange"})  # the other programs tr
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What one program needs on each chip: log-probs, baseline, update, start, add, apply, prefill, decode or exchange.
-    Memory is in bytes.
+    """The needs of one program on each chip. The programs are log-probs, baseline, update, start, add, apply, prefill,
+    decode and exchange. Memory is in bytes.
 
     Attributes:
       arguments, temporaries, outputs, alias: HBM, by the compiler; `alias`: arguments that outputs overwrite.

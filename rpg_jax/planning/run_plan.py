@@ -129,10 +129,10 @@ def lengths_of(config: ConfigDict, *, mean: float = 0, prompt: float = 0) -> Len
 def exchange(
     layout: Layout, decoding: Decoding, held: Mapping[str, float], on: Topology, lengths: Lengths
 ) -> dict[str, Program]:
-    """Returns the exchange of a step's groups between hosts as {"exchange": Program}; {} with one host. Its collective
-    has the bytes that a host receives from the others. `held` has the bytes that other parts of the run hold on a chip,
-    by program. During the exchange a chip also holds the decoding weights, a piece of the groups of each host, and its
-    own piece twice."""
+    """Returns the exchange of a step's groups between hosts as {"exchange": Program}; {} with one host. The program's
+    collective has the bytes that a host receives from the others. `held["decode"]` is the bytes that other parts of the
+    run hold on a chip meanwhile. A chip also holds the decoding weights, a piece of each host, and its own piece twice.
+    """
     if on.hosts == 1:
         return {}
     sampled = memory.prompts_of_a_step(layout.config) * layout.config.rollout.group_size * lengths.mean

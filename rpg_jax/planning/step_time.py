@@ -114,8 +114,7 @@ class Lengths:
 
     @property
     def longest(self) -> float:
-        """The tokens of the longest of many parts in a step: the mean completion and four standard deviations, at most
-        `limit` and `part`."""
+        """Tokens of the longest of many parts in a step: mean + 4 standard deviations, at most `limit` and `part`."""
         return min(self.limit, self.part, self.mean * (1 + 4 * self.spread))
 
     @property

@@ -80,7 +80,7 @@ class Rollouts:
 
     @functools.cached_property
     def packed(self) -> str:
-        """What the page embeds of the file: base64 of gzipped bytes, all little-endian. In order: u32, the number of
+        """The file as the page embeds it: base64 of gzipped bytes, all little-endian. In order: u32, the number of
         bytes of the header; a JSON header, padded to a multiple of 4 bytes; for each of `NUMBERS` its 4 byte planes
         (n bytes each); i32[n] pieces; u8[n] clip states."""
         t, first = self.text, np.cumsum(self.lengths) - self.lengths  # the index of each completion's first token

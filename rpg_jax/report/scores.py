@@ -89,8 +89,8 @@ def interval(by_problem: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     This is the usual interval of a mean after two right and two wrong verdicts are added: the 1 in D, and the 2 and the
     4 in c. So the interval has a width even if all problems are right. The part outside [0, 1] is cut off.
 
-    For k = 1, N = P and the interval contains Wilson's. It covers at least 94 %, by exact sums over 1 to 1000 problems
-    and means of 2 to 98 %; for k > 1 and for pass@k at least 93 %, by simulation. The tests have both.
+    For k = 1, N = P and the interval contains Wilson's. Then it covers at least 94 %, by exact sums over 1 to 1000
+    problems and means of 2 to 98 %. For k > 1 and for pass@k it covers at least 93 %, by simulation (tests).
 
     `by_problem` is f64[..., P], scores in [0, 1]. Raises ValueError if P is 0, or a score is outside [0, 1].
 

@@ -82,7 +82,7 @@ class _Console(Console):
 
 def console(stream: TextIO | None = None) -> Console:
     """A console of rich on `stream` (None: stdout), at least 40 columns wide. Its texts are `plain`, and markup in them
-    is shown as it is. It may use colours."""
+    is shown as it is. The console may use colours."""
     stream = sys.stdout if stream is None else stream
     stream = stream.raw if isinstance(stream, _Plain) else stream  # its colours are the console's own
     made = _Console(file=stream, markup=False, emoji=False, highlight=False)

@@ -180,7 +180,8 @@ def run_tasks(
 
 
 def main() -> int:
-    """Runs as a worker: carries out tasks from stdin until a task fails; returns this task's exit code, else 0."""
+    """Runs as a worker: carries out the tasks of stdin, and writes each result to stdout. Stops after a failed task.
+    Returns the exit code of the failed task, 1 for an exception, or 0 if no task failed."""
     cli.prepare_process()
     answers = os.dup(1)
     for line in sys.stdin:

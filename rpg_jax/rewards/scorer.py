@@ -42,7 +42,7 @@ _FIRST_SCORES = 1000  # a part of the first step of a large run, the first steps
 
 
 class Scorable(Protocol):
-    """What a scorer reads of a problem: its prompt, its reference answer, and the name of its data set or task."""
+    """The parts of a problem that a scorer reads: prompt, reference answer, and the name of the data set or task."""
 
     @property
     def prompt(self) -> str: ...

@@ -181,7 +181,7 @@ def resolve(name: str, functions: Functions = NO_FUNCTIONS) -> Verifier | None:
 
 def paths(names: Iterable[str]) -> list[str]:
     """Returns the "module:function" of each verifier among the reward's parts `names`, sorted and without repetition.
-    Shaping terms ("format", "length", "overlong") are left out. "by_source" stands for all of `VERIFIERS`."""
+    "by_source" stands for all of `VERIFIERS`. Shaping terms ("format", …) and unknown names are left out."""
     found = {v for name in names for v in (VERIFIERS.values() if name == BY_SOURCE else [resolve(name)]) if v}
     return sorted(verifier.path for verifier in found)
 

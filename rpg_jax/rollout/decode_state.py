@@ -169,8 +169,7 @@ class DecodeState:
         cls, config: DecoderConfig, slots: int, capacity: int, dtype, *, int8_kv: bool = False, unstacked: bool = False
     ) -> DecodeState:
         """Allocates a state of `slots` free slots of `capacity` tokens each, for the model `config`, in `dtype`.
-        `int8_kv`: the cache is int8. `unstacked`: each layer has its own arrays in the cache. Raises ValueError for
-        both together."""
+        `int8_kv`: the cache is int8. `unstacked`: each layer has its own arrays. Both together raise ValueError."""
         return cls(
             cache=KVCache.empty(config, slots, capacity, dtype, int8=int8_kv, unstacked=unstacked),
             hidden=jnp.zeros((slots, config.embed_dim), dtype),

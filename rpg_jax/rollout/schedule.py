@@ -23,8 +23,9 @@ class Chunk:
     """Prompts that are read in one forward pass of P rows, and the completions that start from these prompts.
 
     Attributes:
-      tokens, lengths: i32[P, T], padded on the right, and i32[P], without the padding. Unused rows have length 1.
-      rows: completions in the making; `Row.prompt_row` is the row of the completion's prompt.
+      tokens: i32[P, T], the prompts, padded on the right.
+      lengths: i32[P], the prompts' numbers of tokens without padding; 1 for an unused row.
+      rows: completions in the making; `Row.prompt_row` is the row of the completion's prompt in `tokens`.
     """
 
     tokens: np.ndarray

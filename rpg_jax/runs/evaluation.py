@@ -74,7 +74,7 @@ class Drift:
         """The "entropy" (nats per token), "initial_kl" and its standard error "initial_kl_error" (nats per completion).
 
         `params`, the trained arrays, have sampled the `groups`. All processes call together. The error is clustered by
-        prompt, and nan for one group. Raises Refused, a ValueError, or StorageFailure, if the snapshot is unusable."""
+        prompt, and nan for one group. Raises Refused (a ValueError) or StorageFailure if the snapshot is bad."""
         batch, initial = self.pack(groups), self.snapshots.restore(0, self.like)
         rows = [b.rows.unrouted for b in batch.batches]
         present, entropies = zip(*(self.logprobs(params, own)[:2] for own in rows), strict=True)
@@ -328,9 +328,9 @@ def settings_of(policy: Policy, name: str, k: int | None, weights: str) -> dict[
 
 
 def open_folder(out: str | None, stem: Path, settings: dict[str, Any]) -> Path:
-    """Makes or reopens the folder of an evaluation, and returns the folder: `out`, or for None or "" `stem` with a hash
-    of `settings`. settings.json in the folder holds the settings. The hash includes a secret of the user. So
-    completions that came with another person's run are never taken over. Raises ValueError if the folder holds another
+    """Makes or reopens the folder of an evaluation, writes `settings` into its settings.json, and returns the folder.
+    The folder is `out`, or without `out` `stem` with a hash of `settings` and of a secret of the user. So without `out`
+    the completions of another person's run are never taken over. Raises ValueError if the folder holds another
     evaluation (the message names what differs) or completions.jsonl alone, or a link is in the way."""
     text = to_json(settings, indent=1) + "\n"
     digest = hashlib.sha256(storage.files.secret() + text.encode()).hexdigest()[:8]

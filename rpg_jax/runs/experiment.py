@@ -217,7 +217,7 @@ def make_generator(
 ) -> GroupGenerator:
     """Makes the function from problems to groups of `group_size` completions, which `own` draws and `scorer` scores.
     Random numbers follow from `seed`, step and problem. The config's environment answers each turn of the policy.
-    Groups that `journal` (None: no journal) has are not sampled again. `by_length` is as in `GroupGenerator`."""
+    Groups that `journal` (None: no journal) has are not sampled again. `GroupGenerator` explains `by_length`."""
     c, play = experiment.config, None
     if experiment.stage is not None:
         observations = Observations(experiment.tokenizer, thinking=c.task.thinking)

@@ -54,8 +54,8 @@ def make_learner(layout: Layout, *, supervised: bool = False, **optimizer_change
 
 
 def optimizer_arguments(config: ConfigDict) -> dict[str, Any]:
-    """The keyword arguments of `make_optimizer` for the policy, from the config's `optimizer` and `train`. Raises
-    ValueError if `optimizer.warmup` or `optimizer.decay_until` is no count."""
+    """The keyword arguments of `make_optimizer` for the policy, from the config's `optimizer` and `train`. An unset
+    `optimizer.decay_until` is `train.steps`. Raises ValueError if this field or `optimizer.warmup` is no count."""
     given, c = config.optimizer.to_dict(), config.train
     until = Count.parse(given["decay_until"] or f"{c.steps} steps", "optimizer.decay_until")
     given |= {"warmup": Count.parse(given["warmup"], "optimizer.warmup"), "decay_until": until}

@@ -114,8 +114,7 @@ class RunLog:
             self._try(tracker, "the end", lambda own: own.close())
 
     def rewind(self, step: int) -> None:
-        """On process 0 drops the lines and rollout files of steps after `step`. Raises ValueError as
-        `JsonLines.rewind`."""
+        """On process 0 drops lines and rollout files of steps after `step`. Raises ValueError as `JsonLines.rewind`."""
         for log in (self._metrics, self._samples) if hosts.is_first() else ():
             log.rewind(step)
         if hosts.is_first():
@@ -150,8 +149,8 @@ def completion_entries(completion: Completion) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A copy of `value` in Python's own types for JSON. Scalars of NumPy and JAX become numbers, tuples lists, and
-    non-finite numbers None. Raises ValueError for larger arrays."""
+    """A copy of `value` for JSON: an array of one number becomes the number, a tuple a list, a non-finite number None.
+    Another object stays, and `json` refuses it. Raises ValueError for an array of no or several numbers."""
     if isinstance(value, bool | str | None):
         return value
     if isinstance(value, list | tuple):

@@ -119,7 +119,7 @@ class Policy:
           model: a folder, OWNER/NAME on the hub, gs://BUCKET/FOLDER, or a local FILE.gguf.
           max_prompt_tokens, max_tokens: the limits of prompts and completions. The config's own limits do not count.
           config: a shipped config's name, or a config file, for the other fields. Its dtypes do not count either.
-          overrides: values of config fields by dotted name, {"rollout.slots": 8}. They win over the other arguments.
+          overrides: values of config fields by dotted name, {"rollout.slots": 8}. Overrides win over other arguments.
             `model.compute_dtype` is the dtype of weights and products.
 
         Raises ValueError if the model is missing or damaged, and says what is missing, or if the config, a field or a

@@ -174,8 +174,9 @@ def _own_cache() -> Path | str:
 def open_run(config: ConfigDict, folder: storage.Folder) -> None:
     """Makes or reopens the folder of a run and writes `config.json` and `versions.json` into it. One process calls it.
     An earlier run of the name is moved to `replaced`, beside the runs, if `run.overwrite` is set, or if the earlier run
-    has another config and never took a step. Raises ValueError if a run that took a step has another config, and names
-    the fields that differ, or if a folder to move is not known to be a run. Other files in the folder stay."""
+    has another config and never took a step. Other files in the folder stay. Raises ValueError if a
+    folder to move is not known to be a run, and without `run.overwrite` if a run that took a step has another config:
+    the message has the fields that differ."""
     folder.fetch()
     resolved, file = as_json(config), folder.files / "config.json"
     found = file.exists() or (folder.home / "checkpoints").exists()
@@ -300,8 +301,9 @@ def flat_fields(config: ConfigDict) -> dict[str, Any]:
 
 
 def made_with() -> dict[str, Any]:
-    """What versions.json says of this start, by name: program, commit, uncommitted_changes (a bool), python, packages
-    ({name: version} of JAX and a few more), platform, devices ("8 x KIND") and command. Finds the devices."""
+    """The record of this start for versions.json, by name: program, commit, uncommitted_changes (a bool), python,
+    packages ({name: version} of JAX and a few more), platform, devices ("8 x KIND") and command. Starts JAX's devices.
+    """
     there, status = installed_packages(), _git("status", "--porcelain", "-uall").splitlines()
     return {
         "program": PROGRAM,

@@ -22,7 +22,7 @@ PAUSES = (1.0, 4.0, 15.0)  # seconds, beside the retries of gcsfs (6) and Tensor
 
 
 class Kind(enum.Enum):
-    """What an error of storage means, and what follows.
+    """The kinds of errors of storage, each with its meaning and its consequence.
 
     Attributes:
       TRANSIENT: the store did not answer, or asked to be asked again (HTTP 401, 408, 425, 429 and 5xx; a reset; a

@@ -28,7 +28,7 @@ _BETWEEN_DRAWS = 0x9E3779B1  # far from the small numbers that people choose as 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a call draws of a group that several steps draw.
+    """The share of one call in a group that several steps draw.
 
     Attributes:
       group: without scores, with its completions so far.

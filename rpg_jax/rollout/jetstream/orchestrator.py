@@ -199,7 +199,8 @@ class Ticket:
                 row.cancelled = True
 
     def wait(self, driver: GuardedDriver) -> None:
-        """Blocks until all rows have ended. Raises RolloutError if `driver`, which decodes the rows, ends before."""
+        """Blocks until all rows have ended. Raises RolloutError if the rows' `driver` ends before, and the exception of
+        `set_exception`."""
         while not self._ended.wait(POLL):
             driver.check_alive()
         if self._fault is not None:

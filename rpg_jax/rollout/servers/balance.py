@@ -111,7 +111,7 @@ class Balance:
         self._warned = set[str]()
 
     def use(self, weights: Loadable) -> None:
-        """Sets the weights that each server must have from its next call on. That call first makes the server load the
+        """Sets the weights that each server must have from its next call on. The call first makes the server load the
         weights, unless the server has them. Calls under way keep their weights. `ask` needs an earlier `use`."""
         self._weights = weights
 

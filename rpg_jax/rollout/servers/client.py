@@ -30,7 +30,7 @@ _PASSES = (408, 425, 429, 500, 502, 503, 504)
 
 
 class ServerError(RolloutError, ValueError):
-    """A server's behaviour ends the run. It is no defect of this program. The message tells the user what to mend."""
+    """A server's behaviour ends the run: this program has no defect. The message tells the user what to mend."""
 
 
 class Unavailable(Exception):
@@ -225,7 +225,7 @@ Look = Callable[[], Awaitable[list[str]]]
 
 def source(text: str, check: Callable[[str], str], field: str = "servers.urls") -> list[str] | Look:
     """Returns the addresses that `text`, the value of a config field, lists, or an async function that finds addresses.
-    The function may find none. It raises if it cannot look now.
+    The function may find no address, and raises if it cannot look now.
 
     | text | result |
     |---|---|

@@ -241,8 +241,7 @@ async def _body(request: web.Request) -> RequestFields:
 
 
 async def _send(request: web.Request, response: web.StreamResponse, event: dict[str, Any] | None) -> None:
-    """Sends an event; None, the end of the stream. Raises ConnectionResetError if the client has gone, or has read
-    nothing for 30 seconds."""
+    """Sends an event; None ends the stream. Raises ConnectionResetError if the client left or read nothing for 30 s."""
     data = "[DONE]" if event is None else json.dumps(event)
     try:
         await asyncio.wait_for(response.write(f"data: {data}\n\n".encode()), STALL_SECONDS)
