@@ -100,8 +100,7 @@ class Weights:
             return Staged(converted, hosts.checksum_of_tree(converted))
 
     def sync(self, params: Params | Staged, version: int) -> None:
-        """Replaces the rollout's weights by `params` from the next dispatch on, with the number `version`. Waits for
-        the holder of `lock`."""
+        """Replaces the rollout's weights by `params`, number `version`, from the next dispatch on. Waits for `lock`."""
         moved = None
         if self._elsewhere is not None:  # before the lock: decoding goes on during the transfer
             moved = jax.device_put(self._converted(params), self._elsewhere)

@@ -44,8 +44,8 @@ class Learner:
 
 def make_learner(layout: Layout, *, supervised: bool = False, **optimizer_changes: Any) -> Learner:
     """The learner of the layout's config, without making an array. A `supervised` learner has no learned baseline.
-    `optimizer_changes` replace arguments of `make_optimizer` for the policy. Raises KeyError for an unknown optimizer;
-    ValueError for another wrong field of the optimizer, a wrong `offload`, or a learned baseline beside adapters."""
+    `optimizer_changes` replace arguments of `make_optimizer` for the policy. Raises ValueError for a wrong
+    field of the optimizer, a wrong `offload`, or a learned baseline beside adapters."""
     optimizer = make_optimizer(**{**optimizer_arguments(layout.config), **optimizer_changes})
     critic = None if supervised else _make_critic(layout)
     offload = "optimizer" in offloaded(layout.config)

@@ -197,8 +197,7 @@ class StopRequest:
         return self._asked.wait(seconds)
 
     def agreed(self) -> int | None:
-        """The largest signal that any process has received, or None. Collective: all processes ask after the same
-        steps."""
+        """The largest signal that any process received, or None. Collective: all processes ask after the same steps."""
         return hosts.pmax(self.signal or 0) or None
 
     def saved(self) -> None:

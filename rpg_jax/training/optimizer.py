@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from rpg_jax.losses.declaration import unknown
 from rpg_jax.types import Count
 
 SCHEDULE_FREE = "schedule_free_adamw"
@@ -83,9 +84,12 @@ def make_optimizer(
       schedule: a name of `SCHEDULES`: constant, linear (the line) or cosine.
       decay_until: the length of the schedule, warm-up included; a constant schedule does not read it.
 
-    Raises ValueError if the schedule does not end after the warm-up, or Schedule-Free has another `schedule` than
-    constant, other `decayed` than all, or a b1 below 0.1. Raises KeyError for an unknown name.
+    Raises ValueError for an unknown `name`, `schedule` or `decayed`, if the schedule does not end after the warm-up, or
+    if Schedule-Free has another `schedule` than constant, other `decayed` than all, or a b1 below 0.1.
     """
+    for field, own, known in (("name", name, NAMES), ("schedule", schedule, SCHEDULES), ("decayed", decayed, DECAYED)):
+        if own not in known:
+            raise unknown(f"optimizer.{field}", own, known)
     if name == SCHEDULE_FREE and (schedule, decayed) != ("constant", "all"):
         raise ValueError(f"{name} takes optimizer.schedule=constant and optimizer.decayed=all: it averages instead")
     rate: optax.ScalarOrSchedule = learning_rate

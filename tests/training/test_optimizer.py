@@ -119,6 +119,16 @@ def test_a_schedule_falls_after_the_warm_up_to_its_share_and_stays(schedule, fal
     np.testing.assert_allclose(found, np.array(falls) * RATE, rtol=1e-6)
 
 
+CHOICES = [("name", "adamw, nadamw"), ("schedule", "constant, linear, cosine"), ("decayed", "all, matrices")]
+
+
+@pytest.mark.parametrize(("field", "known"), CHOICES)
+def test_a_word_that_is_not_among_the_choices_is_refused_with_the_choices(field, known):
+    given = {"name": "adamw", "warmup": Count(0, "updates"), "decay_until": Count(4, "updates"), field: "cosin"}
+    with pytest.raises(ValueError, match=f"unknown optimizer.{field} 'cosin'.*Known: {known}"):
+        make_optimizer(learning_rate=RATE, **given, **NUMBERS)
+
+
 def test_a_schedule_inside_its_warm_up_and_one_of_an_averaging_optimizer_are_refused():
     given = dict(learning_rate=RATE, schedule="cosine", decay_until=Count(4, "updates"), **NUMBERS)
     with pytest.raises(ValueError, match="update 4 is inside the warm-up of 5 updates"):
