@@ -39,8 +39,8 @@ LEARNED_ADVANTAGES = Table(Declared)
 
 @ADVANTAGES.declare(r"R_i - \tfrac1G \textstyle\sum_j R_j")
 def group_mean(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
-    """R_i − mean of the group's counted rewards, f[P, G] as the rewards (RPG, arXiv:2505.17508). No meaning where
-    `counted` bool[P, G] (None: all) is False. 0 if a group's counted rewards are equal; the reward itself if G = 1."""
+    """R_i − mean of the group's counted rewards, f[P, G] as the rewards (RPG, arXiv:2505.17508). The result
+    is 0 if these are equal, the reward if G = 1, and undefined where `counted` bool[P, G] (None: all) is False."""
     if rewards.shape[1] == 1:
         return rewards
     one = rewards[:, :1]
@@ -72,7 +72,7 @@ def group_standardised(rewards: jax.Array, counted: jax.Array | None = None) -> 
 @ADVANTAGES.declare(r"R_i - \tfrac{1}{G-1} \textstyle\sum_{j \ne i} R_j")
 def leave_one_out(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
     """R_i − mean of the group's other counted rewards, or R_i if there are none; f[P, G] as the rewards (RLOO,
-    arXiv:2402.14740). No meaning where `counted` bool[P, G] (None: all) is False."""
+    arXiv:2402.14740). The result is undefined where `counted` bool[P, G] (None: all) is False."""
     if rewards.shape[1] == 1:
         return rewards
     if counted is None:
@@ -147,7 +147,7 @@ def whitened_returns(rewards: jax.Array, lengths: jax.Array) -> jax.Array:
 @ADVANTAGES.declare(r"\mathrm{whiten}_\mathrm{tokens}(R_i - \mathrm{mean}_\mathrm{group}(R))", over="batch")
 def whitened_group_mean(rewards: jax.Array, lengths: jax.Array, counted: jax.Array | None = None) -> jax.Array:
     """`group_mean`, whitened over tokens; f[P, G] (the baseline variant of REINFORCE++, arXiv:2501.03262). `lengths`
-    i32[P, G] is the number of trained tokens, 0 where `counted` bool[P, G] (None: all) is False; no meaning there."""
+    i32[P, G] is the number of trained tokens, 0 where `counted` bool[P, G] (None: all) is False: undefined there."""
     return whiten(group_mean(rewards, counted), lengths)
 
 

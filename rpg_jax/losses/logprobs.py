@@ -63,7 +63,7 @@ def token_logprobs(
         leading axes stay whole, so that a batch axis keeps its sharding.
       entropy: also return the entropy, nats.
       cut: how the arrays lie on a mesh; hidden is then [B, T, D]. None: the arrays are whole.
-      used: i32[], the number of leading positions of the T axis that are wanted; None: all. Of several chunks a device
+      used: i32[], the number of leading positions of the T axis that are wanted; None: all. A device
         leaves out the chunks after its first `used` positions: the outputs and gradients of these chunks are 0.
 
     Returns:

@@ -36,7 +36,7 @@ def project(x: jax.Array, weight: Weight, axes: Names, inputs: Names, outputs: N
 def gathered(weight: Weight, axes: tuple[str, ...], dimension: int, dtype) -> Weight:
     """All-gathers a weight in `dtype`, inside a `shard_map`; its shards lie along `dimension` over mesh `axes`. Without
     axes it is only cast. The gradient is reduce-scattered over the same axes, in the weight's own dtype. The weight is
-    a matrix or a stack of matrices. Of an adapter's sides A and B, only the side with the dimension is gathered."""
+    a matrix or a stack of matrices. Only the side A or B of an adapter that has the dimension is gathered."""
     if not isinstance(weight, Adapted):
         return _gathered(weight, axes, dimension, dtype)
     of_a, of_b = (axes, ()) if dimension == len(weight.shape) - 2 else ((), axes)

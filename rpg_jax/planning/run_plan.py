@@ -46,8 +46,8 @@ def plan(
 ) -> tuple[dict[str, Program], dict[str, Any]]:
     """Compiles every program of a resolved config for `topology`, or the programs named in `only`; a line on stderr
     announces each. Returns the programs by name, and the result of `step_figures`, which is {} if `only` is given or
-    the compiler refuses a program. `lengths` None: as `lengths_of` assumes. Raises ValueError as `parts_on` does, if a
-    program cannot be lowered, or if `only` has a name that is not compiled, as "exchange"; and as `compile_program`."""
+    the compiler refuses a program. `lengths` None: `lengths_of` chooses. Raises ValueError if a program cannot be
+    lowered, if `only` has a name that is not compiled, as "exchange", and as `parts_on` and `compile_program`."""
     layout, learner, decoding, held = parts_on(config, topology, only)
     programs, found = {}, dict(lowered_programs(layout, learner, decoding))
     flops = operations(layout, decoding, learner.critic)
@@ -106,8 +106,8 @@ def with_known_shapes(config: ConfigDict) -> ConfigDict:
 
 
 def vocabulary(config: ConfigDict) -> int | None:
-    """None for a config with `model.path` or `model.size`, whose model says the size. Else the vocabulary size of the
-    tokenizer `model.tokenizer`; if this field is unset, of a tokenizer that is trained as in the run, then deleted."""
+    """The vocabulary size of the tokenizer `model.tokenizer`; if this field is unset, of a tokenizer that is trained as
+    in the run, then deleted. None for a config with `model.path` or `model.size`: then the model says the size."""
     if config.model.path or config.model.size:
         return None
     task, stage = Task.from_config(config), make_stage(config)

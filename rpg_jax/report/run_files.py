@@ -214,7 +214,7 @@ class Run:
     def costs(self) -> dict[str, dict[int, float]]:
         """{axis: {step: cost from the start of the run to the end of the step}}, from step 0, which costs nothing. The
         axes are "steps", "updates", "completions" (generated, with those that dynamic sampling drops), and "seconds" in
-        steps, without evaluations and checkpoints. Of a branch, "steps" and "updates" count those of its parents too.
+        steps, without evaluations and checkpoints. In a branch, "steps" and "updates" include those of its parents.
         An axis is missing if a step does not record it, and "seconds" also if every step compiled. A step that compiled
         counts the median seconds of the other steps: an earlier run may have compiled the programs."""
         records = self.trained

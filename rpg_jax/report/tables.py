@@ -70,8 +70,8 @@ def differences(configs: Sequence[Config]) -> list[Json]:
 
 
 def anchor(config: Config) -> str:
-    """The reference policy of a config's KL in words, as "the initial policy"; "unknown" without config.json. Of a rule
-    without words here: its name, and the fields of `reference` that only such rules read, as "halves, share 0.5"."""
+    """The reference policy of a config's KL in words, as "the initial policy"; "unknown" without config.json. A rule
+    without words here has its name and the fields of `reference` that only such rules read: "halves, share 0.5"."""
     section = {k.removeprefix("reference."): v for k, v in config.fields.items() if k.startswith("reference.")}
     rule, every, threshold = (section.pop(name, None) for name in ("rule", "every", "kl_threshold"))
     section.pop("resident", None)

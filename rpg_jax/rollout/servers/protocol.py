@@ -270,7 +270,7 @@ def prober(
     known_ids: int,
     model: str | None = None,
 ) -> Callable[[Params], Probe]:
-    """Makes a function from weights to their `Probe`. All processes call that function together, on the trainer's mesh.
+    """Makes a function from weights to their `Probe`. All processes call the function together, on the trainer's mesh.
 
     The prompt is the same for all weights. Its tokens are drawn from the first `known_ids` token ids: after such a
     prompt no token is certain, so that each log-probability depends on all weights.
