@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 
 def masked_fill(x: jax.Array, mask: jax.Array, value: float = 0.0) -> jax.Array:
-    """`x` where `mask` is nonzero, `value` elsewhere, in x's dtype; no gradient reaches a replaced entry."""
+    """x [...] where `mask` [...] is nonzero, `value` elsewhere, in x's dtype; no gradient reaches a replaced entry."""
     return jnp.where(mask != 0, x, jnp.asarray(value, x.dtype))
 
 
 def masked_sum(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """Σ x over the entries where `mask` is nonzero, a scalar."""
+    """Σ x over the entries of x [...] where `mask` [...] is nonzero, a scalar."""
     return jnp.sum(masked_fill(x, mask))
 
 

@@ -140,7 +140,7 @@ DIVERGENCES["ujs"] = dataclasses.replace(DIVERGENCES["js"], objective=r"\tfrac12
 
 def gradient_weight(divergence: Function, log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
     """K = ∂d/∂log w, the weight of ∇log π_θ in ∇D, in the shape and dtype of `log_w`; nats. `divergence` computes d.
-    K itself is differentiable. K is homogeneous in (w, ρ), so K/w is the same function at w = 1 and ρ/w = 1/r."""
+    K itself is differentiable. If K is homogeneous in (w, ρ), K/w is the same function at w = 1 and ρ/w = 1/r."""
     _, weight = jax.jvp(lambda x: divergence(x, log_rho), (log_w,), (jnp.ones_like(log_w),))
     return weight
 

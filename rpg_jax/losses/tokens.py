@@ -16,7 +16,7 @@ LARGEST_LOG_RATIO = 20.0
 
 
 def bounded_exp(log_ratio: jax.Array) -> jax.Array:
-    """e^x, at most e²⁰ (`LARGEST_LOG_RATIO`). For a larger x the derivative is the bounded value, not zero."""
+    """e^x, x f[...], at most e²⁰ (`LARGEST_LOG_RATIO`). For larger x the derivative is the bounded value, not zero."""
     return jnp.exp(log_ratio - stop_gradient(jnp.maximum(log_ratio - LARGEST_LOG_RATIO, 0)))
 
 

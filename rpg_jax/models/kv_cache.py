@@ -122,8 +122,8 @@ class KVCache:
 
     def extend(self, chunk: KVCache, slots: jax.Array, starts: jax.Array) -> KVCache:
         """Returns the cache with the first `chunk.lengths[p]` tokens of each row p of `chunk` in slot slots[p], from
-        starts[p] to the capacity at most. Both caches are stacked; `chunk` is not int8, and has no larger capacity.
-        This cache keeps its lengths: the caller sets them. If this cache is donated, the write is in place."""
+        starts[p] to the capacity at most; `slots` and `starts` are i32[P]. Both caches are stacked. `chunk` is not int8
+        and has no larger capacity. The caller sets this cache's lengths. If it is donated, the write is in place."""
         chunk = chunk.rounded() if self.scales else chunk
         held, rows = ((x.keys, x.values, *x.scales) for x in (self, chunk))
         write = _write_rows

@@ -16,7 +16,7 @@ from rpg_jax.models.weights import Declare
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Returns x / √(mean(x²) + eps) · weight over the last axis, computed in f32, in x's dtype."""
+    """Returns x / √(mean(x²) + eps) · weight [D] over the last axis of x [..., D], computed in f32, in x's dtype."""
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)

@@ -149,7 +149,8 @@ def counted_of(batch: RolloutBatch[Group]) -> jax.Array | None:
 
 
 def supervised_loss(logprobs: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array, Metrics]:
-    """Returns −Σ log π_θ over the trained tokens, in nats (minimise), their number, and the metric `loss` of both."""
+    """Returns −Σ log π_θ, `logprobs` f[B, C], over the trained tokens (nats, minimise), their number, and the metric
+    `loss` of both."""
     total, weight = -masking.masked_sum(logprobs, batch.mask), jnp.sum(batch.mask)
     return total, weight, {"loss": (total, weight)}
 

@@ -27,8 +27,7 @@ class Channel(Protocol):
     """Hears of a request's rows. The driver's threads call the methods, which must not wait."""
 
     def note(self, row: Row, ended: bool) -> None:
-        """Notes that `row.transcript` may have further tokens. With `ended` the row is complete or was cancelled, and
-        gets no more tokens."""
+        """Notes that `row.transcript` may have new tokens. With `ended` the row gets none: it is over or cancelled."""
 
     def set_exception(self, exception: BaseException) -> None:
         """Takes the RolloutError of a driver that has ended. No row gets further tokens."""
