@@ -33,15 +33,15 @@ class Part:
     Attributes:
       group: without scores, with its completions so far.
       step, draw: choose the random numbers: the step that trains the group, and how often it had the problem before.
-      max_tokens: the most tokens of a completion after the call.
+      max_tokens: the most tokens of a completion after the call; 0 before the call is known.
       index: the number of the completion that goes on. None: the group begins.
     """
 
     group: Group
     step: int
     draw: int
-    max_tokens: int
-    index: int | None
+    max_tokens: int = 0
+    index: int | None = None
 
     @property
     def begun(self) -> Completion | None:

@@ -19,24 +19,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rpg_jax.data import Group
 from rpg_jax.data.groups import decode_groups, encode_groups, unscored
 from rpg_jax.training.ahead import aged
 from rpg_jax.training.collect import Collected, Collector
 from rpg_jax.training.generate import Part
-
-
-@dataclasses.dataclass
-class _Batch:
-    """Groups that have begun.
-
-    Attributes:
-      groups: without scores, with the completions so far; no completions before the first part.
-      draws: of each group, see `GroupGenerator`.
-    """
-
-    groups: list[Group]
-    draws: list[int]
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -60,7 +46,7 @@ class PartialCollector(Collector):
 
     def __post_init__(self) -> None:
         self._parts = math.ceil(self.max_tokens / self.part_tokens)
-        self._batches: dict[int, _Batch] = {}  # by the step that trains them
+        self._batches: dict[int, list[Part]] = {}  # the groups that have begun, by the step that trains them
 
     def take(self, step: int, params: Any, version: int) -> Collected:
         """Begins the groups of steps up to `step` + K - 1, draws the next part of every completion, and returns the
@@ -69,55 +55,60 @@ class PartialCollector(Collector):
         due = range(step, min(step + self._parts, self.steps))
         for number in due:
             if number not in self._batches:
-                self._batches[number] = self._next_batch()
+                self._batches[number] = self._next_batch(number)
         self._draw(step, due)
-        return aged(self._next(step, begun=self.generator.judge(self._batches.pop(step).groups)), version)
+        groups = [one.group for one in self._batches.pop(step)]
+        return aged(self._next(step, begun=self.generator.judge(groups)), version)
 
     def record(self) -> dict[str, Any]:
         """Returns everything that a resume needs, JSON-able; "partial" has the batches whose groups have begun, by
         step. A batch has its draws, and its groups without scores, with the completions so far."""
-        batches = self._batches.items()
-        kept = {str(number): {"draws": own.draws, "groups": encode_groups(own.groups)} for number, own in batches}
+        kept = {
+            str(number): {"draws": [one.draw for one in own], "groups": encode_groups([one.group for one in own])}
+            for number, own in self._batches.items()
+        }
         return super().record() | {"partial": kept}
 
     def restore(self, record: Mapping[str, Any]) -> None:
         """Goes back to the state that `record` returned. Raises ValueError if an `AheadCollector` wrote the record, or
         if the stream has other problems or another seed; KeyError if a plain `Collector` wrote the record."""
         super().restore(record)
-        batches = record["partial"].items()
-        self._batches = {int(number): _Batch(decode_groups(own["groups"]), own["draws"]) for number, own in batches}
+        self._batches = {}
+        for number, own in record["partial"].items():
+            groups = zip(decode_groups(own["groups"]), own["draws"], strict=True)
+            self._batches[int(number)] = [Part(group, int(number), draw) for group, draw in groups]
 
-    def _next_batch(self) -> _Batch:
-        """Returns the next problems, without completions. With dynamic sampling a problem is in a batch once; without
-        dynamic sampling its n-th group is draw n - 1."""
+    def _next_batch(self, step: int) -> list[Part]:
+        """Returns the next problems as groups of `step` without completions. With dynamic sampling a problem is in a
+        batch once; without dynamic sampling its n-th group is draw n - 1."""
         count, dynamic = self.prompts_per_step, self.dynamic
         if dynamic is not None:
             count = dynamic.batch_size(count, missing=count, share=self.share)
         seen: collections.Counter[int] = collections.Counter()
-        batch = _Batch([], [])
+        batch: list[Part] = []
         for problem in self.stream.take(count):
             if dynamic is None or not seen[problem.prompt_id]:
-                batch.groups.append(unscored(problem, self.generator.encode(problem), []))
-                batch.draws.append(seen[problem.prompt_id])
+                group = unscored(problem, self.generator.encode(problem), [])
+                batch.append(Part(group, step, seen[problem.prompt_id]))
             seen[problem.prompt_id] += 1
         return batch
 
     def _draw(self, step: int, due: range) -> None:
         """Draws the next part of every completion of the steps `due` that has not ended."""
         parts: list[Part] = []
-        places: list[tuple[_Batch, int]] = []
+        places: list[tuple[list[Part], int]] = []
         for number in due:
             batch = self._batches[number]
             most = min(self.max_tokens, (self._parts - number + step) * self.part_tokens)
-            for place, (group, draw) in enumerate(zip(batch.groups, batch.draws, strict=True)):
-                cut = [i for i, one in enumerate(group.completions) if one.finish_reason == "length"]
-                going_on = [i for i in cut if len(group.completions[i].tokens) < most]
-                own = [Part(group, number, draw, most, i) for i in (going_on if group.completions else [None])]
-                parts += own
-                places += [(batch, place)] * len(own)
+            for place, begun in enumerate(batch):
+                made = begun.group.completions
+                going_on = [i for i, c in enumerate(made) if c.finish_reason == "length" and len(c.tokens) < most]
+                chosen = going_on if made else [None]
+                parts += [dataclasses.replace(begun, max_tokens=most, index=i) for i in chosen]
+                places += [(batch, place)] * len(chosen)
         drawn = self.generator.draw(parts, step=step) if parts else []
         for part, (batch, place), completions in zip(parts, places, drawn, strict=True):
-            first, group = part.index or 0, batch.groups[place]
+            first, group = part.index or 0, batch[place].group
             joined = [*group.completions]
             joined[first : first + len(completions)] = completions
-            batch.groups[place] = unscored(group.problem, group.prompt, joined)
+            batch[place] = dataclasses.replace(batch[place], group=unscored(group.problem, group.prompt, joined))
