@@ -1,20 +1,19 @@
 """What research programmes share: command line, progress bar, the file of their numbers, tables and figures."""
 
-import contextlib
 import dataclasses
 import gzip
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rpg_jax.report.progress import Progress
 from rpg_jax.report.seeds import Mean
 from rpg_jax.runs import cli, run_folder
 from rpg_jax.storage import write_atomically
 
-OnRow = Callable[[str, str], None]  # (experiment, row), called before each row
+Row = TypeVar("Row", bound=Any)
 
 
 def parser(name: str, description: str | None) -> cli.Parser:
@@ -26,11 +25,12 @@ def parser(name: str, description: str | None) -> cli.Parser:
     return made
 
 
-@contextlib.contextmanager
-def counted(name: str, rows: int) -> Iterator[OnRow]:
-    """Shows a progress bar of `rows` rows. The value of the context is a function to call before each row."""
-    with Progress(rows, title=name, unit="row") as progress:
-        yield lambda experiment, row: progress.update(progress.step + 1, {}, title=f"{experiment}: {row}")
+def rows(title: str, estimators: Sequence[Row]) -> Iterator[Row]:
+    """Yields the rows of an experiment, and shows a progress bar with the key of each."""
+    with Progress(len(estimators), title=title, unit="row") as progress:
+        for number, estimator in enumerate(estimators, start=1):
+            progress.update(number, {}, title=f"{title}: {estimator.key}")
+            yield estimator
 
 
 def made_with() -> dict[str, Any]:

@@ -1,34 +1,55 @@
-"""Measures which gradient every loss has on completions of one token, by exact sums.
+"""Measures which gradient every loss has, by exact sums: on one token, on completions of several, and where it ends.
 
 python -m experiments.estimators --out=runs/estimators
+python -m experiments.estimators exact        (one part: token, exact, vocabulary, staleness)
 """
 
 import argparse
 import sys
+from typing import Any
+
+import jax
 
 from experiments import kept
-from experiments.estimators import laboratory, results
-from experiments.estimators.estimators import CLIPS, COMPARATORS, KL_TERMS, SAMPLERS
+from experiments.estimators import completions, results, staleness, token
 from rpg_jax.runs import cli
 
-SETTINGS = laboratory.Settings()
-QUICK = laboratory.Settings(scenes=16, fixed_point_scenes=4)
-ROWS = 2 * len(KL_TERMS) + len(CLIPS) + len(COMPARATORS) + len(SAMPLERS)
+SETTINGS = token.Settings(), completions.CompletionSettings(), staleness.StalenessSettings()
+QUICK = (
+    token.Settings(scenes=16, fixed_point_scenes=4),
+    completions.CompletionSettings(length=4, prompts=4, end_prompts=2, end_steps=500, offline_steps=500),
+    staleness.StalenessSettings(lengths=(4, 5), drifts=(1e-3, 0.03), prompts=4),
+)
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Writes `estimators.json.gz`, `tables.md` and `estimators.png` into the folder `--out`."""
-    settings = QUICK if options.quick else SETTINGS
+    """Writes the numbers of each part as `PART.json.gz`, `tables.md` and the figures into the folder `--out`."""
     options.out.mkdir(parents=True, exist_ok=True)
-    with kept.counted("estimators", ROWS) as on_row:
-        found = laboratory.run(settings, on_row)
-    kept.write(options.out / "estimators.json.gz", settings, found)
-    kept.write_page(options.out, results.tables(found, settings), estimators=results.draw(found, settings))
+    one, sums, stale = QUICK if options.quick else SETTINGS
+    parts: dict[str, tuple[Any, ...]] = {  # settings, numbers, tables, figure
+        "token": (one, token.run, results.token_tables, results.draw),
+        "exact": (sums, completions.run_exact, results.exact_tables, None),
+        "vocabulary": (sums, completions.run_vocabulary, results.vocabulary_table, None),
+        "staleness": (stale, staleness.run, staleness.tables, staleness.draw),
+    }
+    tables: dict[str, str] = {}
+    figures: dict[str, bytes] = {}
+    for part in [options.part] if options.part else parts:
+        settings, run, tables_of, draw = parts[part]
+        with jax.enable_x64(True):
+            found = run(settings)
+        kept.write(options.out / f"{part}.json.gz", settings, found)
+        tables |= tables_of(found, settings)
+        figures |= {part: draw(found, settings)} if draw else {}
+    kept.write_page(options.out, tables, **figures)
     return 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cli.run(measure, kept.parser("estimators", __doc__), argv)
+    parser = kept.parser("estimators", __doc__)
+    parts = ("token", "exact", "vocabulary", "staleness")
+    parser.add_argument("part", nargs="?", choices=parts, help="one part (default: all)")
+    return cli.run(measure, parser, argv)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,26 @@
-"""The laboratory's results as a figure and as tables, and the verdicts that follow from the numbers."""
+"""The results on one token and on completions of several: tables, a figure, and the verdicts from the numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from experiments import kept
-from experiments.completions.estimators import Estimator
-from experiments.estimators.estimators import CLIPS, COMPARATORS, KL_TERMS, SAMPLERS
-from experiments.estimators.laboratory import Results, Settings
+from experiments.estimators import token
+from experiments.estimators.completions import OBJECTIVES, CompletionSettings, Results
+from experiments.estimators.estimators import (
+    CLIPS,
+    COMPARATORS,
+    ENDS,
+    ESTIMATORS,
+    KL_TERMS,
+    SAMPLERS,
+    VOCABULARY,
+    Estimator,
+)
 from rpg_jax.report import plots
 from rpg_jax.report.plots import COLOURS, INK, MUTED
 from rpg_jax.report.tables import markdown_table
@@ -43,7 +55,7 @@ def destination(row: Mapping[str, float], mode: str) -> str:
     return optimum if distances[nearest] < REACHED else f"neither ({distances[nearest]:.2f} nats from {optimum})"
 
 
-def draw(results: Results, s: Settings) -> bytes:
+def draw(results: Results, s: token.Settings) -> bytes:
     """PNG: bias of the KL terms, bias and noise of whole losses under clipping, bias with tokens from π_s."""
     figure = plots.empty_figure(15, 8.4, w_pad=0.15, h_pad=0.15)
     axes = figure.subplots(2, 2).flat
@@ -82,7 +94,7 @@ def panel(
     ax.legend(fontsize=8, frameon=False, labelcolor=INK, loc="upper left", bbox_to_anchor=(1.0, 1.02))
 
 
-def tables(results: Results, s: Settings) -> dict[str, str]:
+def token_tables(results: Results, s: token.Settings) -> dict[str, str]:
     """The tables of docs/estimators.md on completions of one token, by the title of their section."""
     return {
         "Which KL each term pulls towards": _kl_terms(results, s),
@@ -99,7 +111,7 @@ def verdict(row: Mapping[str, list[float]]) -> str:
     return f"{SYMBOLS[divergence]}, {how}" if divergence else how
 
 
-def _kl_terms(results: Results, s: Settings) -> str:
+def _kl_terms(results: Results, s: token.Settings) -> str:
     shown, noisy = _decades(s.drifts), -3
     rows = []
     for e in KL_TERMS:
@@ -107,11 +119,11 @@ def _kl_terms(results: Results, s: Settings) -> str:
         errors = row[f"error_{descends(row)[0] or e.meant}"]
         cells = (number(errors[i]) for i in shown)
         rows.append([e.name, e.term, verdict(row), *cells, number(row["noise"][noisy])])
-    head = ["KL term", "loss of a token", "has the gradient of", *_heads("error at drift", s.drifts)]
+    head = ["KL term", "loss of a token", "has the gradient of", *_heads("error at drift ", s.drifts)]
     return markdown_table([*head, f"noise at {s.drifts[noisy]:g}"], rows, numbers=range(3, 4 + len(shown)))
 
 
-def _ends(results: Results, s: Settings) -> str:
+def _ends(results: Results, s: token.Settings) -> str:
     ends = results["fixed_points"].items()
     rows = [(name, destination(row, "refreshed"), destination(row, "offline")) for name, row in ends]
     refreshed = f"optimum reached, if π_old becomes π_θ every {s.refresh} updates"
@@ -128,7 +140,7 @@ def _loss_table(
         errors = (number(row["error"][i]) for i in shown)
         rows.append([e.name, *errors, f"{row['cosine'][last]:.3f}", number(row["noise"][last])])
     far = f"{distances[last]:g}"
-    head = ["loss", *_heads("error at", distances), f"cosine at {far}", f"noise at {far}"]
+    head = ["loss", *_heads("error at ", distances), f"cosine at {far}", f"noise at {far}"]
     return markdown_table(head, rows, numbers=range(1, len(head)))
 
 
@@ -139,9 +151,92 @@ def _decades(distances: Sequence[float]) -> list[int]:
 
 def _heads(first: str, distances: Sequence[float]) -> list[str]:
     """The heads of the columns at the shown distances."""
-    return kept.heads(f"{first} ", [f"{distances[i]:g}" for i in _decades(distances)])
+    return kept.heads(first, [f"{distances[i]:g}" for i in _decades(distances)])
 
 
 def number(x: float) -> str:
     """Two digits; 0 for an error that is rounding."""
     return "0" if x < EXACT else f"{x:.2g}"
+
+
+def gradient_of(row: Mapping[str, Any]) -> str:
+    """The divergence whose gradient a KL term has: exactly, on-policy only, or none."""
+    largest = row["kl_term_largest"]
+    for how, drifts in (("exactly", slice(None)), ("on-policy only", slice(1))):
+        for level, divergence in OBJECTIVES:
+            if max(largest[f"{level}_{divergence}"][drifts]) < EXACT:
+                return f"{SYMBOLS[divergence]} of {level}, {how}"
+    return "neither"
+
+
+def optimum_of(row: Mapping[str, Any]) -> str:
+    """The optimum that a descent reaches for every β and prompt, or `neither`."""
+    reached = [d for d in SYMBOLS if np.max(row[f"regret_{d}"]) < REACHED]
+    return f"that of {SYMBOLS[reached[0]]}" if reached else "neither"
+
+
+def exact_tables(results: Results, s: CompletionSettings) -> dict[str, str]:
+    """The tables of docs/estimators.md on completions of several tokens, by the title of their section."""
+    drifts = ["on-policy", *(f"{drift:g}" for drift in s.drifts[1:])]
+    of = [*kept.heads("completions: ", drifts), *kept.heads("tokens: ", drifts)]
+    whole_head = ["loss", "KL term", *of]
+    noisy = s.drifts.index(0.1) if 0.1 in s.drifts else -1
+    kl_rows, whole_rows = [], []
+    for e in ESTIMATORS:
+        row = results["errors"][e.key]
+        kl_rows.append([gradient_of(row), *_errors(row, "kl_term", e), _noise(row["noise"][noisy])])
+        whole_rows.append(_errors(row, "whole", e))
+    kl_head = ["loss", "KL term", "has the gradient of", *of, f"noise at {s.drifts[noisy]:g}"]
+    return {
+        "The KL term": markdown_table(kl_head, joined(ESTIMATORS, kl_rows), numbers=range(3, len(kl_head))),
+        "The whole loss": markdown_table(whole_head, joined(ESTIMATORS, whole_rows), numbers=range(2, len(whole_head))),
+        "Completions of several tokens: where does it end?": _completion_ends(results, s),
+    }
+
+
+def vocabulary_table(results: Results, s: CompletionSettings) -> dict[str, str]:
+    """The table of docs/estimators.md on a KL that is summed over the vocabulary, by the title of its section."""
+    rows = []
+    for e in VOCABULARY:
+        row = results["errors"][e.key]
+        rows.append([e.name, e.term, gradient_of(row), *map(_noise, row["noise"])])
+    drifts = ["noise on-policy", *(f"at {drift:g}" for drift in s.drifts[1:])]
+    head = ["loss", "KL term", "has the gradient of", *drifts]
+    return {"The KL summed over the vocabulary": markdown_table(head, rows, numbers=range(3, len(head)))}
+
+
+def _errors(row: Mapping[str, Any], part: str, e: Estimator) -> list[str]:
+    return [number(x) for level in ("completions", "tokens") for x in row[part][f"{level}_{e.meant}"]]
+
+
+def _completion_ends(results: Results, s: CompletionSettings) -> str:
+    rows = []
+    for e in ENDS:
+        refreshed, offline = (results["ends"][e.key][mode] for mode in ("refreshed", "offline"))
+        regrets = [regret(x) for x in refreshed[f"regret_{e.meant}"]]
+        middle = s.end_kl_coefs.index(s.kl_coef)
+        reward, kl = (f"{np.mean(refreshed[name][middle]):.3f}" for name in ("reward", "kl"))
+        stays = regret(offline[f"regret_{e.meant}"][0])
+        rows.append([optimum_of(refreshed), *regrets, reward, kl, stays, optimum_of(offline)])
+    betas = kept.heads("regret at β = ", [f"{beta:g}" for beta in s.end_kl_coefs])
+    beta = f"{s.kl_coef:g}"
+    columns = [*betas, f"reward at {beta}", f"KL at {beta}", f"π_old stays: regret at {beta}"]
+    head = ["loss", "KL term", "optimum reached", *columns, "optimum reached"]
+    return markdown_table(head, joined(ENDS, rows), numbers=range(3, len(head) - 1))
+
+
+def joined(estimators: Sequence[Estimator], rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The rows with the names of their losses and KL terms; neighbours with equal cells become one row."""
+    named = [(e.name, tuple(row), e.term) for e, row in zip(estimators, rows, strict=True)]
+    grouped = groupby(named, key=lambda x: x[:2])
+    return [[name, ", ".join(term for *_, term in members), *row] for (name, row), members in grouped]
+
+
+def regret(x: Sequence[float]) -> str:
+    """The mean over prompts, with the largest in brackets."""
+    return "0" if np.max(x) < REACHED / 2 else f"{np.mean(x):.3f} ({np.max(x):.3f})"
+
+
+def _noise(x: float) -> str:
+    """Without a mean there is no relative noise."""
+    return "–" if x > 1 / EXACT else f"{x:.2g}"

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.completions.estimators import (
+from experiments.estimators.estimators import (
     ESTIMATORS,
     EXACT_TO_GO,
     NO_CLIP,

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from experiments.completions.estimators import Estimator, Scalar, prefix_kl
+from experiments.estimators.estimators import Estimator, Scalar
+from experiments.estimators.sums import prefix_kl
 from experiments.objective.paths import (
     Drawn,
     PathSettings,

@@ -13,19 +13,13 @@ import optax
 import pytest
 
 from experiments import kept
-from experiments.completions import __main__ as program
-from experiments.completions import exact, results, staleness
-from experiments.completions.estimators import (
-    ESTIMATORS,
-    VOCABULARY,
-    exact_gradient,
-    expected_advantages,
-    moments,
-    tokens_of,
-)
-from experiments.completions.exact import CompletionSettings, end_of_descent, outcome
-from experiments.completions.staleness import StalenessSettings
-from experiments.completions.trees import Tree, make_prompts
+from experiments.estimators import __main__ as program
+from experiments.estimators import completions, results, staleness
+from experiments.estimators.completions import CompletionSettings, outcome
+from experiments.estimators.estimators import ESTIMATORS, VOCABULARY
+from experiments.estimators.staleness import StalenessSettings
+from experiments.estimators.sums import end_of_descent, exact_gradient, expected_advantages, moments, tokens_of
+from experiments.estimators.trees import Tree, make_prompts
 from rpg_jax import losses
 from rpg_jax.training.objective import supervised_loss
 
@@ -193,7 +187,7 @@ def test_the_optimum_has_no_regret_and_no_gradient():
 def test_an_update_of_many_completions_has_the_error_of_its_bias_and_few_that_of_the_noise():
     """By hand: the mean over all pairs of completions is the mean, and its variance is half of one completion's."""
     s = StalenessSettings(lengths=(2,), drifts=(0.05,), prompts=1)
-    found = staleness.run(s, lambda *_: None)
+    found = staleness.run(s)
     tree, prompts = staleness.prompts_at(s, 2)
     x = jax.tree.map(lambda a: a[0, 0], prompts)
     with jax.enable_x64(True):
@@ -220,7 +214,7 @@ def test_the_committed_page_gives_the_verdicts_of_completions_that_the_code_comp
     ]
     verdicts = {(cells[0], cells[1]): cells[2] for cells in lines if len(cells) == 12}
     few = CompletionSettings(actions=2, length=3, prompts=2, drifts=(0.0, 0.1))
-    found = exact.gradient_errors(few, [TOKEN, SEQUENCE], lambda *_: None)
+    found = completions.gradient_errors(few, [TOKEN, SEQUENCE])
     for shown, estimator in ((("per token", "URKL"), TOKEN), (("sequence, weight W", "RKL, URKL"), SEQUENCE)):
         level = "tokens" if estimator is TOKEN else "completions"
         assert results.gradient_of(found[estimator.key]) == f"KL(π_θ‖π_ref) of {level}, exactly"
@@ -229,21 +223,24 @@ def test_the_committed_page_gives_the_verdicts_of_completions_that_the_code_comp
 
 @pytest.mark.slow
 def test_the_program_leaves_numbers_and_tables(tmp_path, monkeypatch):
-    sums = dataclasses.replace(program.QUICK_EXACT, length=3, end_steps=32, offline_steps=32)
-    stale = dataclasses.replace(program.QUICK_STALENESS, lengths=(3,))
-    monkeypatch.setattr(program, "QUICK_EXACT", sums)
-    monkeypatch.setattr(program, "QUICK_STALENESS", stale)
+    one, sums, stale = program.QUICK
+    sums = dataclasses.replace(sums, length=3, end_steps=32, offline_steps=32)
+    stale = dataclasses.replace(stale, lengths=(3,))
+    monkeypatch.setattr(program, "QUICK", (one, sums, stale))
     for name in ("ESTIMATORS", "ENDS", "VOCABULARY"):  # every row has its own compiled programs
-        some = tuple(row for row in getattr(exact, name) if row.term in ("URKL", "k₂") or row.name.startswith("to-go"))
-        for module in (program, exact, results):
+        some = tuple(
+            row for row in getattr(completions, name) if row.term in ("URKL", "k₂") or row.name.startswith("to-go")
+        )
+        for module in (completions, results):
             monkeypatch.setattr(module, name, some)
-    assert program.main(["--quick", f"--out={tmp_path}"]) == 0
+    titles = []
+    for part in ("exact", "vocabulary", "staleness"):
+        assert program.main([part, "--quick", f"--out={tmp_path}"]) == 0
+        text = (tmp_path / "tables.md").read_text(encoding="utf-8")
+        titles += [line[3:] for line in text.splitlines() if line.startswith("## ")]
     assert "sequence, weight W: URKL" in kept.read(tmp_path / "exact.json.gz", sums)["errors"]
     assert "sequence, weight W: URKL" in kept.read(tmp_path / "staleness.json.gz", stale)
     assert (tmp_path / "staleness.png").read_bytes().startswith(b"\x89PNG")
-    titles = [
-        line[3:] for line in (tmp_path / "tables.md").read_text(encoding="utf-8").splitlines() if line.startswith("## ")
-    ]
     assert titles == ["The KL term", "The whole loss", "Completions of several tokens: where does it end?",
                       "The KL summed over the vocabulary",
                       "Staleness and length: bias or noise?",

@@ -10,16 +10,14 @@ import optax
 import pytest
 
 from experiments import kept
-from experiments.completions.estimators import exact_gradient, moments, tokens_of
-from experiments.completions.exact import end_of_descent
-from experiments.completions.trees import OPTIMA, Tree, kl
 from experiments.estimators import __main__ as program
-from experiments.estimators import laboratory, results
+from experiments.estimators import results, token
 from experiments.estimators.estimators import CLIPS, COMPARATORS, KL_TERMS
-from experiments.estimators.scenes import make_scenes
+from experiments.estimators.sums import end_of_descent, exact_gradient, moments, tokens_of
+from experiments.estimators.trees import OPTIMA, Tree, kl, make_scenes
 
 PAGE = Path(__file__).parents[2] / "docs" / "estimators.md"
-FEW = laboratory.Settings(scenes=4, drifts=(1e-3, 1e-1), fixed_point_scenes=2, steps=2_000)
+FEW = token.Settings(scenes=4, drifts=(1e-3, 1e-1), fixed_point_scenes=2, steps=2_000)
 TREE = Tree(actions=7, length=1)
 
 
@@ -100,8 +98,9 @@ def test_the_committed_page_gives_the_verdicts_that_the_code_computes():
         cells = [cell.strip() for cell in line.split(" | ")]
         if len(cells) == 8:
             verdicts[cells[0].removeprefix("| ")] = cells[2]
+    prompts = token.drifting(FEW)
     for estimator in KL_TERMS:
-        assert verdicts[estimator.name] == results.verdict(laboratory.kl_term(estimator, FEW))
+        assert verdicts[estimator.name] == results.verdict(token.kl_term(estimator, FEW, prompts))
 
 
 def test_a_verdict_needs_the_numbers_for_it():
@@ -116,13 +115,13 @@ def test_a_verdict_needs_the_numbers_for_it():
 
 @pytest.mark.slow
 def test_the_program_leaves_numbers_tables_and_figure(tmp_path, capsys):
-    assert program.main(["--quick", f"--out={tmp_path}"]) == 0
-    assert (tmp_path / "estimators.png").read_bytes().startswith(b"\x89PNG")
-    found = kept.read(tmp_path / "estimators.json.gz", program.QUICK)
+    assert program.main(["token", "--quick", f"--out={tmp_path}"]) == 0
+    assert (tmp_path / "token.png").read_bytes().startswith(b"\x89PNG")
+    found = kept.read(tmp_path / "token.json.gz", program.QUICK[0])
     assert "RPG-URKL" in found["kl_terms"]
     assert "| RPG-URKL | −wA + β(w log r − w) | KL(π_θ‖π_ref), exactly |" in (tmp_path / "tables.md").read_text(
         encoding="utf-8"
     )
     assert str(tmp_path / "tables.md") in capsys.readouterr().out.replace("\n", "")
     with pytest.raises(ValueError, match="results of other settings"):
-        kept.read(tmp_path / "estimators.json.gz", program.SETTINGS)
+        kept.read(tmp_path / "token.json.gz", program.SETTINGS[0])

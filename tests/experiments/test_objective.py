@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments import kept as files
-from experiments.completions.trees import forward_kl_optimum, kl, reverse_kl_optimum
+from experiments.estimators.trees import forward_kl_optimum, kl, reverse_kl_optimum
 from experiments.objective import __main__ as program
 from experiments.objective import paths, results, runs
 from experiments.objective.design import (

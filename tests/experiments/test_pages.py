@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from experiments import kept
-from experiments.completions import estimators as completions
-from experiments.completions import exact, staleness
-from experiments.completions import results as completion_results
-from experiments.estimators import laboratory
+from experiments.estimators import __main__ as estimators
 from experiments.estimators import results as estimator_results
+from experiments.estimators import staleness
+from experiments.estimators.estimators import ESTIMATORS, LOG_VARIANCE
 from experiments.objective import __main__ as objective
 from experiments.objective import results as objective_results
 from experiments.objective.design import (
@@ -46,19 +45,13 @@ from rpg_jax.runs.config_files import ROOT
 WHOLE = "sequence, weight W: URKL"
 PREFIX, TO_GO_EXACT = "per token, weight W of the prefix (CTPO): URKL", "to-go, exact: URKL"
 VOCABULARY_TO_GO = "to-go, exact, KL over the vocabulary: RKL"
-ONE_TOKEN, COMPLETIONS, STALENESS = laboratory.Settings(), exact.CompletionSettings(), staleness.StalenessSettings()
+ONE_TOKEN, COMPLETIONS, STALENESS = estimators.SETTINGS
 
 
 @functools.cache
-def numbers(file: str) -> dict:
-    settings = {
-        "estimators/estimators": ONE_TOKEN,
-        "completions/exact": COMPLETIONS,
-        "completions/staleness": STALENESS,
-    }
-    settings["completions/vocabulary"] = COMPLETIONS
-    settings = settings[file]
-    return kept.read(ROOT / "experiments" / f"{file}.json.gz", settings)
+def numbers(part: str) -> dict:
+    settings = {"token": ONE_TOKEN, "exact": COMPLETIONS, "vocabulary": COMPLETIONS, "staleness": STALENESS}
+    return kept.read(ROOT / "experiments" / "estimators" / f"{part}.json.gz", settings[part])
 
 
 @functools.cache
@@ -107,10 +100,10 @@ def prose(name: str) -> str:
 def test_every_table_of_the_page_is_that_of_the_data(name):
     expected = {
         "estimators": lambda: (
-            estimator_results.tables(numbers("estimators/estimators"), ONE_TOKEN)
-            | completion_results.exact_tables(numbers("completions/exact"), COMPLETIONS)
-            | completion_results.vocabulary_table(numbers("completions/vocabulary"), COMPLETIONS)
-            | staleness.tables(numbers("completions/staleness"), STALENESS)
+            estimator_results.token_tables(numbers("token"), ONE_TOKEN)
+            | estimator_results.exact_tables(numbers("exact"), COMPLETIONS)
+            | estimator_results.vocabulary_table(numbers("vocabulary"), COMPLETIONS)
+            | staleness.tables(numbers("staleness"), STALENESS)
         ),
         "objective": lambda: objective_results.tables(runs()) | {OTHERS: trained_table()},
         "pretrained": lambda: pretrained_results.tables(pretrained()),
@@ -131,10 +124,10 @@ def test_the_sentences_on_one_token_have_the_settings_and_the_numbers_of_the_dat
 
 
 def test_the_sentences_on_completions_have_the_settings_and_the_numbers_of_the_data():
-    s, errors, ends = COMPLETIONS, *(numbers("completions/exact")[name] for name in ("errors", "ends"))
+    s, errors, ends = COMPLETIONS, *(numbers("exact")[name] for name in ("errors", "ends"))
     whole = {
         e.key: [errors[e.key][f"{part}_largest"][f"completions_{e.meant}"] for part in ("kl_term", "whole")]
-        for e in completions.ESTIMATORS
+        for e in ESTIMATORS
         if e.name.startswith(("sequence, weight W", "to-go, exact"))
     }
     reverse, forward = (
@@ -143,14 +136,14 @@ def test_the_sentences_on_completions_have_the_settings_and_the_numbers_of_the_d
     )
 
     def stays(name: str) -> str:
-        return completion_results.regret(ends[f"{name}: URKL"]["offline"]["regret_reverse"][0])
+        return estimator_results.regret(ends[f"{name}: URKL"]["offline"]["regret_reverse"][0])
 
     claims = [
         f"{s.actions} actions and completions of {s.length} actions; all {s.actions**s.length} completions are",
         f"The reward is 1 for {100 * s.rewarded:.0f} % of them",
         f"KL(π_old‖π_ref) is {s.behaviour_kl:g}, and",
         f"Numbers are medians over {s.prompts} random prompts (seed {s.seed})",
-        f"0 stands for less than {completion_results.EXACT:.0e}".replace("e-09", "e-9"),
+        f"0 stands for less than {estimator_results.EXACT:.0e}".replace("e-09", "e-9"),
         f"Their largest error, with and without reward, is {np.max(list(whole.values())):.0e}.",
         f"On-policy it is {100 * reverse:.0f} % off the completions' gradient for KL(π_θ‖π_ref)",
         f"and {100 * forward:.0f} % off for KL(π_ref‖π_θ)",
@@ -159,16 +152,16 @@ def test_the_sentences_on_completions_have_the_settings_and_the_numbers_of_the_d
         f"π_old with KL(π_old‖π_ref) = {s.behaviour_kl:g}",
         f"(the last two columns, {s.offline_steps:,} updates)",
         f"Numbers are means over {s.end_prompts} prompts (seed {s.seed}), with the largest in brackets",
-        f"; 0 stands for less than {completion_results.REACHED / 2:g}",
-        f"the regret is below {completion_results.REACHED:g} for every β and prompt",
-        f"its regret is {stays('sequence, weight 1')} with the baseline of π_old and {stays(completions.LOG_VARIANCE)} "
+        f"; 0 stands for less than {estimator_results.REACHED / 2:g}",
+        f"the regret is below {estimator_results.REACHED:g} for every β and prompt",
+        f"its regret is {stays('sequence, weight 1')} with the baseline of π_old and {stays(LOG_VARIANCE)} "
         "with the present one",
     ]
     assert absent("docs/estimators.md", claims) == []
 
 
 def test_the_sentences_on_staleness_have_the_settings_and_the_numbers_of_the_data():
-    s, found = STALENESS, numbers("completions/staleness")
+    s, found = STALENESS, numbers("staleness")
     few, some = s.completions[:2]
     at = {f"{drift:g}": j for j, drift in enumerate(s.drifts)}
     token, capped, exact_rule = (
@@ -208,7 +201,7 @@ def test_the_sentences_on_staleness_have_the_settings_and_the_numbers_of_the_dat
 
 def test_the_sentences_on_the_vocabulary_have_the_numbers_of_the_data():
     def noise(key: str) -> str:
-        return f"{numbers('completions/vocabulary')['errors'][key]['noise'][0]:.2g}"
+        return f"{numbers('vocabulary')['errors'][key]['noise'][0]:.2g}"
 
     token, chain, whole = "per token", "to-go, exact", "KL over the vocabulary: RKL"
     claims = [

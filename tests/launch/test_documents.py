@@ -52,7 +52,6 @@ EXECUTED = {
     "python -m rpg_jax.data": "tests/data/test_prepare.py",
     "python -m docs.generate": "tests/test_docs.py",
     "python -m experiments.estimators": "tests/experiments/test_estimators.py",
-    "python -m experiments.completions": "tests/experiments/test_completions.py",
     "python -m experiments.objective": "tests/experiments/test_objective.py",
     "python -m experiments.pretrained": "tests/experiments/test_pretrained.py",
     "python -m experiments.peers": "tests/experiments/test_peers.py",

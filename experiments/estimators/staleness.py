@@ -5,17 +5,18 @@ bias = |E g − ∇J| / |∇J| and noise = sqrt(tr Cov g) / |∇J|: of the whole
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from experiments import kept
-from experiments.completions import exact
-from experiments.completions.estimators import NO_CLIP, STALE, TO_GO, Estimator, exact_gradient, library, moments, rpg
-from experiments.completions.trees import Prompt
+from experiments.estimators.completions import CompletionSettings, drifting
+from experiments.estimators.estimators import NO_CLIP, STALE, TO_GO, Estimator, library, rpg
 from experiments.estimators.results import panel
+from experiments.estimators.sums import batched, exact_gradient, moments, norm, relative_error
+from experiments.estimators.trees import Prompt, Tree
 from rpg_jax.report import plots
 from rpg_jax.report.plots import MUTED
 from rpg_jax.report.tables import markdown_table
@@ -59,37 +60,31 @@ class StalenessSettings:
 Map = dict[str, dict[str, list[list[float]]]]  # {row: {"bias", "noise": [length][drift]}}
 
 
-def run(s: StalenessSettings, on_row: kept.OnRow) -> Map:
-    """Medians over the prompts, in float64; calls `on_row` before each row of each length."""
+def run(s: StalenessSettings) -> Map:
+    """Medians over the prompts."""
     found: Map = {row.key: {"bias": [], "noise": []} for row in ROWS}
-    with jax.enable_x64(True):
-        for length in s.lengths:
-            tree, prompts = prompts_at(s, length)
-            for row in ROWS:
-                on_row(f"length {length}", row.key)
-
-                def of_one(prompt: Prompt, row: Estimator = row, tree: Any = tree) -> tuple[jax.Array, ...]:
-                    gradient = exact_gradient("completions", row.meant, tree, prompt, s.kl_coef)
-                    got = moments(row, tree, prompt, s.kl_coef)
-                    size = jax.numpy.linalg.norm(gradient)
-                    return jax.numpy.linalg.norm(got.mean - gradient) / size, jax.numpy.sqrt(got.variance) / size
-
-                values = jax.jit(jax.vmap(jax.vmap(of_one)))(prompts)
-                for name, x in zip(("bias", "noise"), values, strict=True):
-                    found[row.key][name].append(np.median(x, axis=1).tolist())
+    for length in s.lengths:
+        tree, prompts = prompts_at(s, length)
+        gradient = functools.partial(exact_gradient, "completions", "reverse", tree)
+        exact = batched(gradient)(prompts, s.kl_coef, 1.0)
+        for row in kept.rows(f"length {length}", ROWS):
+            got = batched(functools.partial(moments, row, tree))(prompts, s.kl_coef, 1.0)
+            measured = {"bias": relative_error(got.mean, exact), "noise": np.sqrt(got.variance) / norm(exact)}
+            for name, x in measured.items():
+                found[row.key][name].append(np.median(x, axis=1).tolist())
     return found
 
 
-def prompts_at(s: StalenessSettings, length: int) -> tuple[Any, Prompt]:
+def prompts_at(s: StalenessSettings, length: int) -> tuple[Tree, Prompt]:
     """The tree of a length, and the prompts at each drift, [drifts, prompts, ...]."""
-    family = exact.CompletionSettings(
+    family = CompletionSettings(
         actions=s.actions,
         length=length,
         prompts=s.prompts,
         behaviour_kl=s.behaviour_kl * length,
         drifts=tuple(drift * length for drift in s.drifts),
     )
-    return family.tree, exact.drifting(family)
+    return family.tree, drifting(family)
 
 
 def error(row: Mapping[str, list[list[float]]], completions: float) -> np.ndarray:

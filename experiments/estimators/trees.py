@@ -4,8 +4,8 @@ A policy is a table f[S, V] of log-probabilities: S prefixes, V actions. N = V^T
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +72,11 @@ class Prompt:
         return OPTIMA[divergence](tree.completions(self.reference), self.rewards, kl_coef)
 
 
+def stacked(prompts: Sequence[Any]) -> Any:
+    """The prompts, or the arrays of each, as one with a further first axis."""
+    return jax.tree.map(lambda *x: jnp.asarray(np.stack(x)), *prompts)
+
+
 def make_prompts(
     count: int, tree: Tree, *, drift: float, behaviour_kl: float, rewarded: float = 0.15, seed: int = 0
 ) -> Prompt:
@@ -85,34 +90,47 @@ def make_prompts(
       behaviour_kl: KL(π_old‖π_ref) over completions, nats.
       rewarded: the fraction of completions with reward 1; the others have 0.
     """
-    rng, rows = np.random.default_rng(seed), []
-    shape, distance = (tree.prefixes, tree.actions), functools.partial(chain_rule_kl, tree)
+    rng, shape, prompts = np.random.default_rng(seed), (tree.prefixes, tree.actions), []
     for _ in range(count):
         reference = log_softmax(rng.normal(size=shape), axis=-1)
-        behaviour = at_distance(reference, behaviour_kl, rng.normal(size=shape), distance)
-        policy = at_distance(behaviour, drift, rng.normal(size=shape), distance)
+        behaviour = at_distance(tree, reference, behaviour_kl, rng.normal(size=shape))
+        policy = at_distance(tree, behaviour, drift, rng.normal(size=shape))
         order = rng.permutation(tree.actions**tree.length)
         rewards = (order < round(rewarded * order.size)).astype(float)
-        rows.append((policy, behaviour, reference, behaviour, rewards))
-    return Prompt(*(jnp.asarray(np.stack(column)) for column in zip(*rows, strict=True)))
+        prompts.append((policy, behaviour, reference, behaviour, rewards))
+    return Prompt(*stacked(prompts))
 
 
-def chain_rule_kl(tree: Tree, p: np.ndarray, q: np.ndarray) -> float:
-    """KL(p‖q) over completions, by the chain rule."""
-    reached, start, total = np.ones(1), 0, 0.0
-    for _ in range(tree.length):
-        here = slice(start, start + reached.size)
-        mass = reached[:, None] * np.exp(p[here])
-        total += float(np.sum(mass * (p[here] - q[here])))
-        start, reached = here.stop, mass.ravel()
-    return total
+def make_scenes(
+    count: int, *, tokens: int, drift: float, reference_kl: float, sampler_kl: float = 0.0, seed: int = 0
+) -> Prompt:
+    """Makes `count` random prompts of `Tree(tokens, 1)`, stacked, with rewards of +1 and -1.
+
+    π_old = softmax(N(0, 1)); each other policy lies on a random exponential-family line through π_old, in nats at
+    KL(π_θ‖π_old) = `drift`, KL(π_ref‖π_old) = `reference_kl`, KL(π_s‖π_old) = `sampler_kl`.
+    """
+    rng, tree, prompts = np.random.default_rng(seed), Tree(tokens, 1), []
+
+    def away(base: np.ndarray, distance: float) -> np.ndarray:
+        """In a line the distance grows up to -log π_base(argmax u): another direction is drawn if this is too near."""
+        if distance == 0:
+            return base
+        direction = rng.normal(size=base.shape)
+        while -base.flat[np.argmax(direction)] < 1.2 * distance:
+            direction = rng.normal(size=base.shape)
+        return at_distance(tree, base, distance, direction)
+
+    for _ in range(count):
+        behaviour = log_softmax(rng.normal(size=(1, tokens)), axis=-1)
+        policy, reference, sampler = (away(behaviour, distance) for distance in (drift, reference_kl, sampler_kl))
+        rewards = np.where(np.arange(tokens) < tokens // 3, 1.0, -1.0)
+        prompts.append((policy, behaviour, reference, sampler, rng.permutation(rewards)))
+    return Prompt(*stacked(prompts))
 
 
-def at_distance(
-    base: np.ndarray, distance: float, direction: np.ndarray, kl: Callable[[np.ndarray, np.ndarray], float]
-) -> np.ndarray:
-    """log π_t, shaped as `base`: π_t ∝ π_base exp(t u) for the direction u and the t >= 0 with `kl`(π_t, π_base) =
-    `distance`, nats. Raises ValueError if no t has it."""
+def at_distance(tree: Tree, base: np.ndarray, distance: float, direction: np.ndarray) -> np.ndarray:
+    """log π_t, f64[S, V]: π_t ∝ π_base exp(t u) for the direction u and the t >= 0 with KL(π_t‖π_base) = `distance`,
+    nats. Raises ValueError if no t has it."""
     if distance == 0:
         return base
 
@@ -120,14 +138,16 @@ def at_distance(
         return log_softmax(base + t * direction, axis=-1)
 
     low, high = 0.0, 1.0
-    while kl(moved(high), base) < distance:
+    while _kl(tree, moved(high), base) < distance:
         high *= 2
         if high > 1e6:
             raise ValueError(f"no policy in this direction is {distance:g} nats away: ask for less")
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if kl(moved(middle), base) < distance else (low, middle)
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if _kl(tree, moved(middle), base) < distance else (low, middle)
     return moved(high)
+
+
+_kl = jax.jit(Tree.kl, static_argnums=0)
 
 
 def reverse_kl_optimum(reference: jax.Array, rewards: jax.Array, kl_coef: float) -> jax.Array:

@@ -1,1 +1,0 @@
-"""Which gradient each loss has on completions of several tokens, and where it ends."""
