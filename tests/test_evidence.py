@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from experiments.objective import __main__ as programme
+from experiments.objective import runs as programme
 from experiments.objective.design import BASELINE, CAPPED, EXACT, GRPO, IN_REWARD, K1, NO_KL, RATES, TOKEN
 from experiments.objective.runs import Runs
 from rpg_jax.report.seeds import Mean, mean, over_starts, paired_difference, pooled

@@ -3,34 +3,20 @@
   python -m experiments.objective --out=runs/objective
   python -m experiments.objective --from-data      (tables and figure of the runs that come with the code)
 
-The folder --out receives `objective.jsonl`, which the same command continues, `objective.jsonl.gz`, which has the same
-runs in the form that comes with the code, `tables.md` and `objective.png`.
+The folder --out receives `objective.jsonl.gz`, which the same command continues, `tables.md` and `objective.png`.
 """
 
 import argparse
-import gzip
 import sys
 from pathlib import Path
 
 from experiments import kept
 from experiments.objective import results, runs
-from experiments.objective.design import (
-    BASELINE,
-    EXACT,
-    GRPO,
-    TOKEN,
-    Experiment,
-    ObjectiveSettings,
-    Schedule,
-    count_units,
-)
+from experiments.objective.design import BASELINE, EXACT, GRPO, TOKEN, Experiment, ObjectiveSettings, Schedule
 from experiments.objective.paths import PathSettings
-from rpg_jax.report.progress import Progress
 from rpg_jax.reproduction.workers import cores
 from rpg_jax.runs import cli
-from rpg_jax.storage import write_atomically
 
-DATA = Path(__file__).with_name("objective.jsonl.gz")
 QUICK = ObjectiveSettings(
     task=PathSettings(updates=160),
     seeds=(0, 1),
@@ -45,42 +31,20 @@ QUICK = ObjectiveSettings(
 def measure(options: argparse.Namespace) -> int:
     """Makes the runs that `--out` lacks, or reads those of `--from-data`; writes tables and figure."""
     options.out.mkdir(parents=True, exist_ok=True)
-    data = options.from_data or make_runs(options.out, QUICK if options.quick else ObjectiveSettings(), options.jobs)
-    found = runs.Runs(read(data).records)
+    if options.from_data:
+        made = runs.read(options.from_data)
+    else:
+        settings = QUICK if options.quick else ObjectiveSettings()
+        made = runs.run_objective(settings, options.out / runs.DATA.name, jobs=options.jobs)
+    found = runs.Runs(made.records)
     kept.write_page(options.out, results.tables(found), objective=results.draw(found))
     return 0
-
-
-def make_runs(out: Path, settings: ObjectiveSettings, jobs: int) -> Path:
-    """Makes the runs that `out` lacks; returns the file that has them."""
-    total = count_units(settings)
-    with Progress(total, title="objective", unit="unit") as progress:
-
-        def on_unit(name: str, done: int) -> None:
-            progress.update(done, {}, title=name)
-
-        runs.run_objective(settings, out / "objective.jsonl", jobs=jobs, on_unit=on_unit)
-    data = out / "objective.jsonl.gz"
-    write_atomically(data, kept.packed((out / "objective.jsonl").read_bytes()))
-    return data
-
-
-def read(data: Path) -> runs.Kept:
-    """The runs in a file of this programme.
-
-    Raises:
-      ValueError: `data` is no such file.
-    """
-    try:
-        return runs.read(gzip.decompress(data.read_bytes()).decode())
-    except (OSError, EOFError, KeyError, ValueError) as error:
-        raise ValueError(f"{data} is not the data of experiments.objective: {error}") from error
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = kept.parser("objective", __doc__)
     parser.add_argument("--jobs", type=int, default=cores(), help="processes at once (default: %(default)s, the cores)")
-    parser.add_argument("--from-data", nargs="?", const=DATA, type=Path, metavar="DATA", help="no runs: those of DATA")
+    parser.add_argument("--from-data", nargs="?", const=runs.DATA, type=Path, metavar="DATA", help="read DATA; no runs")
     return cli.run(measure, parser, argv)
 
 

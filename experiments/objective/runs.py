@@ -2,25 +2,29 @@
 
 import dataclasses
 import functools
+import gzip
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from experiments import kept
-from experiments.objective.design import EXACT, NO_KL, ROWS, SCAN, ObjectiveSettings, Schedule, Unit, scan_units, units
+from experiments.objective import design
+from experiments.objective.design import EXACT, NO_KL, ROWS, SCAN, ObjectiveSettings, Schedule, Unit
 from experiments.objective.paths import PathSettings, frontier, make_task, visits
 from experiments.objective.paths import Task as Paths
 from experiments.objective.training import Lane, Outcome, judge, train
+from rpg_jax.report.progress import Progress
 from rpg_jax.reproduction.run_tables import locked
 from rpg_jax.reproduction.workers import Task, run_tasks
 from rpg_jax.runs import run_folder
 from rpg_jax.storage import write_atomically
 
+DATA = Path(__file__).with_name("objective.jsonl.gz")  # the runs that come with the code
 MIDDLE = 0.1  # β where an experiment has one
 LANES = 24  # runs that a program makes at once
 Record = dict[str, Any]  # a unit and `values`, {quantity: [seed][β][rate]}
@@ -76,59 +80,53 @@ def _judge(s: PathSettings, tasks: Paths, ends: jax.Array, kl_coefs: jax.Array) 
     return jax.vmap(jax.vmap(of_rates, (None, 0, 0)), (0, 0, None))(tasks, ends, kl_coefs)
 
 
-@dataclasses.dataclass(frozen=True)
-class Kept:
-    """The content of the file `objective.jsonl`.
+class Kept(NamedTuple):
+    """The content of the file `objective.jsonl.gz`: a line of settings, then one for each unit.
 
     Attributes:
       settings: as JSON.
       records: all finished units.
-      code: the versions of code, packages and machine that made them, without repetitions.
+      code: the versions of code, packages and machine that made each unit.
     """
 
     settings: dict[str, Any]
     records: list[Record]
     code: list[dict[str, Any]]
 
-
-def read(text: str) -> Kept:
-    """Reads the lines of `objective.jsonl`; a torn last line is left out.
-
-    Raises:
-      ValueError, KeyError: other text.
-    """
-    whole = text[: text.rfind("\n") + 1]
-    head, *lines = map(json.loads, whole.splitlines())
-    code: list[dict[str, Any]] = []
-    for line in lines:
-        code += [line["made_with"]] if line["made_with"] not in code else []
-    return Kept(head["settings"], [line["record"] for line in lines], code)
+    def write(self, path: Path) -> None:
+        lines = [{"record": r, "made_with": made} for r, made in zip(self.records, self.code, strict=True)]
+        texts = (json.dumps(line, ensure_ascii=False) + "\n" for line in ({"settings": self.settings}, *lines))
+        write_atomically(path, kept.packed("".join(texts).encode()))
 
 
-def run_objective(
-    s: ObjectiveSettings, path: Path, *, jobs: int, on_unit: Callable[[str, int], None] = lambda name, done: None
-) -> Kept:
-    """Makes the runs that the file `path` lacks, `jobs` units at once, and appends each unit's runs to it.
+def read(path: Path) -> Kept:
+    """Reads the runs that `Kept.write` wrote. Raises ValueError if `path` is no such file."""
+    try:
+        head, *lines = map(json.loads, gzip.decompress(path.read_bytes()).splitlines())
+        return Kept(head["settings"], [line["record"] for line in lines], [line["made_with"] for line in lines])
+    except (OSError, EOFError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} is not the data of experiments.objective: {error}") from error
+
+
+def run_objective(s: ObjectiveSettings, path: Path, *, jobs: int) -> Kept:
+    """Makes the runs that the file `path` lacks, `jobs` units at once, and adds each unit's runs to it.
 
     The file may lack whole experiments of `s`.
 
     Raises:
       ValueError: the file has runs with other settings, or another command is at work in its folder.
     """
-    settings = json.loads(json.dumps(dataclasses.asdict(s)))
+    settings, log = json.loads(json.dumps(dataclasses.asdict(s))), path.with_name("output.log")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path.parent) as lock:
-        text = path.read_text(encoding="utf-8") if path.exists() else json.dumps({"settings": settings}) + "\n"
-        records, before = read(text).records, read(text).settings
-        known = {name: settings["experiments"].get(name) for name in before["experiments"]}
-        if before != {**settings, "experiments": known}:
+    with locked(path.parent) as lock, Progress(design.count_units(s), title="objective", unit="unit") as progress:
+        before = read(path) if path.exists() else Kept(settings, [], [])
+        known = {name: settings["experiments"].get(name) for name in before.settings["experiments"]}
+        if before.settings != {**settings, "experiments": known}:
             raise ValueError(f"the runs in {path} have other settings: choose another --out, or delete that file")
-        lines = [json.dumps({"settings": settings}, ensure_ascii=False), *text[: text.rfind("\n")].split("\n")[1:]]
-        write_atomically(path, "\n".join(lines) + "\n")
-        made_with, log = kept.made_with(), path.with_name("output.log")
+        found, made_with = before._replace(settings=settings), kept.made_with()
 
         def make(wanted: Sequence[Unit]) -> None:
-            done, compiled = {record["unit"] for record in records}, str(path.with_name("compiled"))
+            done, compiled = {record["unit"] for record in found.records}, str(path.with_name("compiled"))
             tasks = [
                 Task(unit.name, f"{__name__}:{run_in_worker.__name__}", argument, log)
                 for unit in wanted
@@ -138,16 +136,15 @@ def run_objective(
             for ended in run_tasks(tasks, jobs=jobs, inherited=lock):
                 if ended.code:
                     raise ValueError(f"{ended.task.name} failed: see {log}; the same command continues")
-                line = {"record": ended.result, "made_with": made_with}
-                with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
-                records.append(ended.result)
-                on_unit(ended.task.name, len(records))
+                found.records.append(ended.result)
+                found.code.append(made_with)
+                found.write(path)
+                progress.update(len(found.records), {}, title=ended.task.name)
 
-        make(scan_units(s))
+        make(design.scan_units(s))
         for name in s.experiments:
-            make(units(s, name, best_rates(records)))
-    return read(path.read_text(encoding="utf-8"))
+            make(design.units(s, name, best_rates(found.records)))
+    return found
 
 
 class Runs:

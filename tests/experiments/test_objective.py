@@ -1,6 +1,7 @@
 """The experiments on the objective: their task and judge against enumeration, their training, their kept runs."""
 
 import dataclasses
+import gzip
 import itertools
 import json
 
@@ -9,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import kept as files
 from experiments.estimators.trees import forward_kl_optimum, kl, reverse_kl_optimum
 from experiments.objective import __main__ as program
 from experiments.objective import paths, results, runs
@@ -169,11 +169,10 @@ RECORDS = [
 ]
 
 
-def kept(folder, settings=None):
-    head = {"settings": settings or json.loads(json.dumps(dataclasses.asdict(ObjectiveSettings())))}
-    lines = [json.dumps(head), *(json.dumps({"record": r, "made_with": CODE}) for r in RECORDS), '{"record": {"torn']
-    path = folder / "objective.jsonl"
-    path.write_text("\n".join(lines), encoding="utf-8")
+def kept(folder):
+    path = folder / runs.DATA.name
+    settings = json.loads(json.dumps(dataclasses.asdict(ObjectiveSettings())))
+    runs.Kept(settings, RECORDS, [CODE] * len(RECORDS)).write(path)
     return path
 
 
@@ -206,24 +205,24 @@ def test_a_verdict_needs_the_whole_interval():
     assert results.verdict(Mean(0.02, 0.03, 20)) == ""
 
 
-def test_a_torn_line_is_dropped_and_other_settings_are_refused(tmp_path):
+def test_the_kept_runs_are_written_as_they_were_read_and_other_settings_are_refused(tmp_path):
     path = kept(tmp_path)
-    assert len(runs.read(path.read_text(encoding="utf-8")).records) == len(RECORDS)
+    assert runs.read(path).records == RECORDS
+    runs.read(runs.DATA).write(tmp_path / "again.gz")
+    assert gzip.decompress((tmp_path / "again.gz").read_bytes()) == gzip.decompress(runs.DATA.read_bytes())
     with pytest.raises(ValueError, match="other settings: choose another --out"):
         runs.run_objective(ObjectiveSettings(seeds=(0,)), path, jobs=1)
 
 
 def test_the_tables_have_paired_differences_and_come_from_the_kept_runs_alone(tmp_path):
     path, out = kept(tmp_path), tmp_path / "page"
-    data = tmp_path / "objective.jsonl.gz"
-    data.write_bytes(files.packed(path.read_bytes()))
-    assert program.main([f"--from-data={data}", f"--out={out}"]) == 0
+    assert program.main([f"--from-data={path}", f"--out={out}"]) == 0
     text = (out / "tables.md").read_text(encoding="utf-8")
     assert "| per token | URKL | 0.160 ± 0.025 | +0.050 ± 0.000 different |" in text
     assert "| per token (GRPO) | k₃ | 0.190 ± 0.025 | +0.080 ± 0.050 different |" in text
     assert (out / "objective.png").stat().st_size > 10_000
     assert list(results.tables(Runs(RECORDS))) == ["By staleness", "At equal distance", "The strength of the KL term"]
-    assert program.main([f"--from-data={path}", f"--out={out}"]) == 2
+    assert program.main([f"--from-data={out / 'tables.md'}", f"--out={out}"]) == 2
 
 
 def test_every_experiment_names_rows_and_compares_with_the_first():
@@ -257,13 +256,13 @@ def test_runs_are_made_continued_and_equal_alone_and_together(tmp_path):
         scan_seeds=(100,),
         experiments={"staleness": Experiment((EXACT, BASELINE), (0.1, 0.5))},
     )
-    made = runs.run_objective(s, tmp_path / "objective.jsonl", jobs=1)
-    again = runs.run_objective(s, tmp_path / "objective.jsonl", jobs=1)
+    made = runs.run_objective(s, tmp_path / runs.DATA.name, jobs=1)
+    again = runs.run_objective(s, tmp_path / runs.DATA.name, jobs=1)
     assert made == again and len(made.records) == 4
     more = dataclasses.replace(s, experiments={**s.experiments, "longer": Experiment((EXACT,), (0.5,))})
-    assert len(runs.run_objective(more, tmp_path / "objective.jsonl", jobs=1).records) == 5
+    assert len(runs.run_objective(more, tmp_path / runs.DATA.name, jobs=1).records) == 5
     with pytest.raises(ValueError, match="other settings"):
-        runs.run_objective(s, tmp_path / "objective.jsonl", jobs=1)  # it would drop an experiment
+        runs.run_objective(s, tmp_path / runs.DATA.name, jobs=1)  # it would drop an experiment
     _, unit = units(s, "staleness", {(EXACT, 8): 0.01, (BASELINE, 8): 0.01})
     alone = runs.run_unit(dataclasses.replace(unit, seeds=(1,)))
     both = next(r for r in made.records if (r["experiment"], r["row"]) == ("staleness", BASELINE))

@@ -17,8 +17,8 @@ from experiments.estimators import __main__ as estimators
 from experiments.estimators import results as estimator_results
 from experiments.estimators import staleness
 from experiments.estimators.estimators import ESTIMATORS, LOG_VARIANCE
-from experiments.objective import __main__ as objective
 from experiments.objective import results as objective_results
+from experiments.objective import runs as objective_runs
 from experiments.objective.design import (
     BASELINE,
     BOUND,
@@ -56,7 +56,7 @@ def numbers(part: str) -> dict:
 
 @functools.cache
 def runs() -> Runs:
-    return Runs(objective.read(objective.DATA).records)
+    return Runs(objective_runs.read(objective_runs.DATA).records)
 
 
 def pretrained() -> list[dict]:
@@ -250,7 +250,7 @@ def trained_table() -> str:
 
 def objective_claims() -> list[str]:
     """What docs/objective.md says, beside its tables."""
-    s, found, of_file = ObjectiveSettings(), runs(), objective.read(objective.DATA)
+    s, found, of_file = ObjectiveSettings(), runs(), objective_runs.read(objective_runs.DATA)
     task = s.task
 
     def regret(row: str, n: int = 8, experiment: str = "staleness") -> str:

@@ -27,7 +27,7 @@ import torch
 from experiments import kept
 from experiments.estimators.estimators import NO_CLIP as OURS_NO_CLIP
 from experiments.estimators.estimators import Estimator, Losses, Scalar, library
-from experiments.objective import __main__ as objective
+from experiments.objective import runs as objective
 from experiments.objective.design import GRPO, K1, ROWS, TOKEN, ObjectiveSettings
 from experiments.objective.paths import make_task
 from experiments.objective.runs import best_rates
