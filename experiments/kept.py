@@ -4,12 +4,13 @@ import dataclasses
 import gzip
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rpg_jax.report.progress import Progress
 from rpg_jax.report.seeds import Mean
+from rpg_jax.report.tables import markdown_table
 from rpg_jax.runs import cli, run_folder
 from rpg_jax.storage import write_atomically
 
@@ -18,8 +19,7 @@ Row = TypeVar("Row", bound=Any)
 
 def parser(name: str, description: str | None) -> cli.Parser:
     """The parser of `python -m experiments.NAME`, with --out and --quick; `description` is the text of its --help."""
-    made = cli.parser(name, description or "")
-    made.prog = f"python -m experiments.{name}"
+    made = cli.parser(f"experiments.{name}", description or "")
     made.add_argument("--out", type=Path, default=Path(f"runs/{name}"), help="folder (default: %(default)s)")
     made.add_argument("--quick", action="store_true", help="a look, not a result: smaller settings")
     return made
@@ -60,9 +60,15 @@ def read(path: Path, settings: Any) -> dict[str, Any]:
     return record["results"]
 
 
-def heads(first: str, values: Sequence[object]) -> list[str]:
+def heads(first: str, values: Sequence[str] | Sequence[float]) -> list[str]:
     """The heads of neighbouring columns: `first`, which says what the values are, stands before the first value."""
-    return [f"{first}{value}" if i == 0 else str(value) for i, value in enumerate(values)]
+    texts = [value if isinstance(value, str) else f"{value:g}" for value in values]
+    return [f"{first}{texts[0]}", *texts[1:]]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]], words: int = 1) -> str:
+    """A table in Markdown, whose first columns are so many of `words`; in the others stand numbers."""
+    return markdown_table(head, rows, numbers=range(words, len(head)))
 
 
 def interval(m: Mean, digits: int = 3, sign: str = "") -> str:

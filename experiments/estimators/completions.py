@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,16 +11,8 @@ import numpy as np
 import optax
 
 from experiments import kept
+from experiments.estimators import sums
 from experiments.estimators.estimators import ENDS, ESTIMATORS, VOCABULARY, Estimator, Scalar
-from experiments.estimators.sums import (
-    batched,
-    end_of_descent,
-    exact_gradient,
-    moments,
-    norm,
-    objective,
-    relative_error,
-)
 from experiments.estimators.trees import OPTIMA, Prompt, Tree, make_prompts, stacked
 
 OBJECTIVES = tuple((level, divergence) for level in ("completions", "tokens") for divergence in OPTIMA)
@@ -96,7 +88,7 @@ def gradient_errors(s: CompletionSettings, estimators: Sequence[Estimator]) -> d
     """
     tree, prompts, parts = s.tree, drifting(s), {"kl_term": 0.0, "whole": 1.0}
     gradients = {
-        f"{level}_{divergence}": batched(functools.partial(exact_gradient, level, divergence, tree))
+        f"{level}_{divergence}": sums.batched(sums.exact_gradient, level, divergence, tree)
         for level, divergence in OBJECTIVES
     }
     exact = {
@@ -105,14 +97,14 @@ def gradient_errors(s: CompletionSettings, estimators: Sequence[Estimator]) -> d
     }
     results: dict[str, dict[str, Any]] = {}
     for estimator in kept.rows("completions", estimators):
-        row, measured = results.setdefault(estimator.key, {}), batched(functools.partial(moments, estimator, tree))
+        row, measured = results.setdefault(estimator.key, {}), sums.batched(sums.moments, estimator, tree)
         for part, rewarded in parts.items():
             got = measured(prompts, s.kl_coef, rewarded)
-            errors = {name: relative_error(got.mean, gradient) for name, gradient in exact[part].items()}
+            errors = {name: sums.relative_error(got.mean, gradient) for name, gradient in exact[part].items()}
             row[part] = {name: np.median(x, axis=1).tolist() for name, x in errors.items()}
             row[f"{part}_largest"] = {name: np.max(x, axis=1).tolist() for name, x in errors.items()}
             if part == "kl_term":
-                row["noise"] = np.median(np.sqrt(got.variance) / norm(got.mean), axis=1).tolist()
+                row["noise"] = np.median(np.sqrt(got.variance) / sums.norm(got.mean), axis=1).tolist()
     return results
 
 
@@ -125,7 +117,7 @@ def outcome(tree: Tree, prompt: Prompt, policy: jax.Array, kl_coef: Scalar) -> O
     }
     for divergence in OPTIMA:
         best = dataclasses.replace(prompt, policy=tree.policy(prompt.optimum(tree, kl_coef, divergence)))
-        here, there = (objective("completions", divergence, tree, x, kl_coef) for x in (now, best))
+        here, there = (sums.objective("completions", divergence, tree, x, kl_coef) for x in (now, best))
         result[f"regret_{divergence}"] = there - here
     return result
 
@@ -142,11 +134,14 @@ def ends(s: CompletionSettings, estimators: Sequence[Estimator]) -> dict[str, di
         results[estimator.key] = {}
         for name, refresh, steps, kl_coefs in kinds:
             adam = optax.adam(optax.cosine_decay_schedule(s.learning_rate, steps))
-            descend = functools.partial(end_of_descent, estimator, tree, optimizer=adam, refresh=refresh, steps=steps)
-
-            def ended(prompt: Prompt, kl_coef: jax.Array, descend: Callable[..., jax.Array] = descend) -> Outcome:
-                return outcome(tree, prompt, descend(prompt, kl_coef), kl_coef)
-
-            found = jax.jit(jax.vmap(jax.vmap(ended, (0, None)), (None, 0)))(prompts, jnp.asarray(kl_coefs))
+            descend = functools.partial(_ended, estimator, tree, adam, refresh, steps)
+            found = jax.jit(jax.vmap(jax.vmap(descend, (0, None)), (None, 0)))(prompts, jnp.asarray(kl_coefs))
             results[estimator.key][name] = {quantity: x.tolist() for quantity, x in found.items()}
     return results
+
+
+def _ended(
+    estimator: Estimator, tree: Tree, adam: Any, refresh: int, steps: int, prompt: Prompt, kl_coef: jax.Array
+) -> Outcome:
+    end = sums.end_of_descent(estimator, tree, prompt, kl_coef, adam, refresh=refresh, steps=steps)
+    return outcome(tree, prompt, end, kl_coef)

@@ -119,15 +119,16 @@ def _kl_terms(results: Results, s: token.Settings) -> str:
         errors = row[f"error_{descends(row)[0] or e.meant}"]
         cells = (number(errors[i]) for i in shown)
         rows.append([e.name, e.term, verdict(row), *cells, number(row["noise"][noisy])])
-    head = ["KL term", "loss of a token", "has the gradient of", *_heads("error at drift ", s.drifts)]
-    return markdown_table([*head, f"noise at {s.drifts[noisy]:g}"], rows, numbers=range(3, 4 + len(shown)))
+    errors_at = kept.heads("error at drift ", [s.drifts[i] for i in shown])
+    head = ["KL term", "loss of a token", "has the gradient of", *errors_at, f"noise at {s.drifts[noisy]:g}"]
+    return kept.table(head, rows, 3)
 
 
 def _ends(results: Results, s: token.Settings) -> str:
     ends = results["fixed_points"].items()
     rows = [(name, destination(row, "refreshed"), destination(row, "offline")) for name, row in ends]
     refreshed = f"optimum reached, if π_old becomes π_θ every {s.refresh} updates"
-    return markdown_table(["KL term", refreshed, "optimum reached, if π_old stays"], rows)
+    return kept.table(["KL term", refreshed, "optimum reached, if π_old stays"], rows, 3)
 
 
 def _loss_table(
@@ -140,18 +141,13 @@ def _loss_table(
         errors = (number(row["error"][i]) for i in shown)
         rows.append([e.name, *errors, f"{row['cosine'][last]:.3f}", number(row["noise"][last])])
     far = f"{distances[last]:g}"
-    head = ["loss", *_heads("error at ", distances), f"cosine at {far}", f"noise at {far}"]
-    return markdown_table(head, rows, numbers=range(1, len(head)))
+    head = ["loss", *kept.heads("error at ", [distances[i] for i in shown]), f"cosine at {far}", f"noise at {far}"]
+    return kept.table(head, rows)
 
 
 def _decades(distances: Sequence[float]) -> list[int]:
     """Indices of the distances that are powers of ten: tables show these."""
     return [i for i, distance in enumerate(distances) if f"{distance:.0e}"[0] == "1"]
-
-
-def _heads(first: str, distances: Sequence[float]) -> list[str]:
-    """The heads of the columns at the shown distances."""
-    return kept.heads(first, [f"{distances[i]:g}" for i in _decades(distances)])
 
 
 def number(x: float) -> str:
@@ -188,8 +184,8 @@ def exact_tables(results: Results, s: CompletionSettings) -> dict[str, str]:
         whole_rows.append(_errors(row, "whole", e))
     kl_head = ["loss", "KL term", "has the gradient of", *of, f"noise at {s.drifts[noisy]:g}"]
     return {
-        "The KL term": markdown_table(kl_head, joined(ESTIMATORS, kl_rows), numbers=range(3, len(kl_head))),
-        "The whole loss": markdown_table(whole_head, joined(ESTIMATORS, whole_rows), numbers=range(2, len(whole_head))),
+        "The KL term": kept.table(kl_head, joined(ESTIMATORS, kl_rows), 3),
+        "The whole loss": kept.table(whole_head, joined(ESTIMATORS, whole_rows), 2),
         "Completions of several tokens: where does it end?": _completion_ends(results, s),
     }
 
@@ -202,7 +198,7 @@ def vocabulary_table(results: Results, s: CompletionSettings) -> dict[str, str]:
         rows.append([e.name, e.term, gradient_of(row), *map(_noise, row["noise"])])
     drifts = ["noise on-policy", *(f"at {drift:g}" for drift in s.drifts[1:])]
     head = ["loss", "KL term", "has the gradient of", *drifts]
-    return {"The KL summed over the vocabulary": markdown_table(head, rows, numbers=range(3, len(head)))}
+    return {"The KL summed over the vocabulary": kept.table(head, rows, 3)}
 
 
 def _errors(row: Mapping[str, Any], part: str, e: Estimator) -> list[str]:
@@ -218,7 +214,7 @@ def _completion_ends(results: Results, s: CompletionSettings) -> str:
         reward, kl = (f"{np.mean(refreshed[name][middle]):.3f}" for name in ("reward", "kl"))
         stays = regret(offline[f"regret_{e.meant}"][0])
         rows.append([optimum_of(refreshed), *regrets, reward, kl, stays, optimum_of(offline)])
-    betas = kept.heads("regret at β = ", [f"{beta:g}" for beta in s.end_kl_coefs])
+    betas = kept.heads("regret at β = ", s.end_kl_coefs)
     beta = f"{s.kl_coef:g}"
     columns = [*betas, f"reward at {beta}", f"KL at {beta}", f"π_old stays: regret at {beta}"]
     head = ["loss", "KL term", "optimum reached", *columns, "optimum reached"]

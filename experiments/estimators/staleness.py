@@ -5,8 +5,7 @@ bias = |E g − ∇J| / |∇J| and noise = sqrt(tr Cov g) / |∇J|: of the whole
 """
 
 import dataclasses
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from experiments.estimators.sums import batched, exact_gradient, moments, norm, 
 from experiments.estimators.trees import Prompt, Tree
 from rpg_jax.report import plots
 from rpg_jax.report.plots import MUTED
-from rpg_jax.report.tables import markdown_table
 
 _SEQUENCE: dict[str, Any] = {"level": "sequence"}
 ROWS = (
@@ -65,10 +63,9 @@ def run(s: StalenessSettings) -> Map:
     found: Map = {row.key: {"bias": [], "noise": []} for row in ROWS}
     for length in s.lengths:
         tree, prompts = prompts_at(s, length)
-        gradient = functools.partial(exact_gradient, "completions", "reverse", tree)
-        exact = batched(gradient)(prompts, s.kl_coef, 1.0)
+        exact = batched(exact_gradient, "completions", "reverse", tree)(prompts, s.kl_coef, 1.0)
         for row in kept.rows(f"length {length}", ROWS):
-            got = batched(functools.partial(moments, row, tree))(prompts, s.kl_coef, 1.0)
+            got = batched(moments, row, tree)(prompts, s.kl_coef, 1.0)
             measured = {"bias": relative_error(got.mean, exact), "noise": np.sqrt(got.variance) / norm(exact)}
             for name, x in measured.items():
                 found[row.key][name].append(np.median(x, axis=1).tolist())
@@ -94,24 +91,20 @@ def error(row: Mapping[str, list[list[float]]], completions: float) -> np.ndarra
 
 def tables(found: Map, s: StalenessSettings) -> dict[str, str]:
     """The tables of docs/estimators.md on staleness, by the title of their section."""
-    drifts = kept.heads("drift a token: ", [f"{drift:g}" for drift in s.drifts])
+    drifts = kept.heads("drift a token: ", s.drifts)
     cells = {
         key: [f"{b:.2f} / {n:.1f}" for b, n in zip(row["bias"][-1], row["noise"][-1], strict=True)]
         for key, row in found.items()
     }
-    made = {"Staleness and length: bias or noise?": _table(["loss", *drifts], [[k, *v] for k, v in cells.items()])}
+    made = {"Staleness and length: bias or noise?": kept.table(["loss", *drifts], [[k, *v] for k, v in cells.items()])}
     for n in s.completions:
         every = {key: error(row, n) for key, row in found.items()}
         rows = []
         for i, length in enumerate(s.lengths):
             at_each = ([(errors[i, j], key) for key, errors in every.items()] for j in range(len(s.drifts)))
             rows.append([str(length), *("{1}, {0:.2f}".format(*min(pairs)) for pairs in at_each)])
-        made[f"Least error of an update of {n:,} completions"] = _table(["tokens", *drifts], rows)
+        made[f"Least error of an update of {n:,} completions"] = kept.table(["tokens", *drifts], rows)
     return made
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return markdown_table(head, rows, numbers=range(1, len(head)))
 
 
 def draw(found: Map, s: StalenessSettings) -> bytes:

@@ -5,6 +5,7 @@ is sampled: bias is exact to rounding, and only the prompts have a seed.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -146,9 +147,10 @@ def end_of_descent(
     return jax.nn.log_softmax(logits)
 
 
-def batched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of a prompt, β and `rewarded` for many prompts at once: its arrays have the prompts' first axes."""
-    return jax.jit(jax.vmap(jax.vmap(function, (0, None, None)), (0, None, None)))
+def batched(function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """`function` after its `first` arguments, of (prompts [drifts, prompts, ...], β, `rewarded`), for each prompt."""
+    of_prompts = jax.vmap(functools.partial(function, *first), (0, None, None))
+    return jax.jit(jax.vmap(of_prompts, (0, None, None)))
 
 
 def norm(x: jax.Array) -> np.ndarray:

@@ -1,8 +1,7 @@
 """Completions of one token: bias, variance and destination of every estimator over random scenes."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -51,17 +50,12 @@ def run(s: Settings) -> Results:
     """Runs all experiments."""
     drifts = drifting(s)
     samplers = stacked([_scenes(s, drift=s.sampler_drift, sampler_kl=distance) for distance in s.sampler_kls])
-    experiments: dict[str, tuple[Sequence[Estimator], Callable[[Estimator], dict[str, Any]]]] = {
-        "kl_terms": (KL_TERMS, lambda estimator: kl_term(estimator, s, drifts)),
-        "clips": (CLIPS, lambda estimator: whole_loss(estimator, s, drifts)),
-        "comparators": (COMPARATORS, lambda estimator: whole_loss(estimator, s, drifts)),
-        "sampler": (SAMPLERS, lambda estimator: whole_loss(estimator, s, samplers)),
-        "fixed_points": (KL_TERMS, lambda estimator: fixed_point(estimator, s)),
-    }
-    return {
-        name: {estimator.name: measure(estimator) for estimator in kept.rows(name, estimators)}
-        for name, (estimators, measure) in experiments.items()
-    }
+    whole = {"clips": (CLIPS, drifts), "comparators": (COMPARATORS, drifts), "sampler": (SAMPLERS, samplers)}
+    results: Results = {"kl_terms": {e.name: kl_term(e, s, drifts) for e in kept.rows("kl_terms", KL_TERMS)}}
+    for name, (estimators, prompts) in whole.items():
+        # Against the objective that the loss is meant to descend, clips included.
+        results[name] = {e.name: errors(e, s, prompts, {"": e.meant}, 1.0) for e in kept.rows(name, estimators)}
+    return results | {"fixed_points": {e.name: fixed_point(e, s) for e in kept.rows("fixed_points", KL_TERMS)}}
 
 
 def errors(
@@ -72,11 +66,10 @@ def errors(
     error = |E g + ∇J| / |∇J|, the relative error of the mean; cosine, of both; noise = sqrt(tr Cov g) / |E g|, of a
     token. Each is the median over the prompts. With `rewarded` 0 A is 0: the KL term alone is left.
     """
-    got = batched(functools.partial(moments, estimator, s.tree))(prompts, s.kl_coef, rewarded)
+    got = batched(moments, estimator, s.tree)(prompts, s.kl_coef, rewarded)
     found = {"noise": np.sqrt(got.variance) / norm(got.mean)}
     for name, divergence in objectives.items():
-        gradient = functools.partial(exact_gradient, "completions", divergence, s.tree)
-        exact = batched(gradient)(prompts, s.kl_coef, rewarded)
+        exact = batched(exact_gradient, "completions", divergence, s.tree)(prompts, s.kl_coef, rewarded)
         found[f"error{name}"] = relative_error(got.mean, exact)
         found[f"cosine{name}"] = np.sum(got.mean * exact, axis=(-2, -1)) / (norm(got.mean) * norm(exact))
     return {name: np.median(x, axis=1).tolist() for name, x in found.items()}
@@ -85,11 +78,6 @@ def errors(
 def kl_term(estimator: Estimator, s: Settings, prompts: Prompt) -> dict[str, list[float]]:
     """`errors` of the KL term alone against both divergences: KL(π_θ‖π_ref) (reverse), KL(π_ref‖π_θ) (forward)."""
     return errors(estimator, s, prompts, {"_reverse": "reverse", "_forward": "forward"}, 0.0)
-
-
-def whole_loss(estimator: Estimator, s: Settings, prompts: Prompt) -> dict[str, list[float]]:
-    """`errors` of the whole loss, clips included, against the objective that it is meant to descend."""
-    return errors(estimator, s, prompts, {"": estimator.meant}, 1.0)
 
 
 def fixed_point(estimator: Estimator, s: Settings) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.kept import heads, interval
+from experiments.kept import heads, interval, table
 from experiments.objective.design import (
     BASELINE,
     BOUND,
@@ -26,7 +26,6 @@ from experiments.objective.design import (
 from experiments.objective.runs import MIDDLE, Runs, best_rates, regret_of
 from rpg_jax.report import plots
 from rpg_jax.report.seeds import Mean, mean, paired_difference
-from rpg_jax.report.tables import markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -135,7 +134,7 @@ def _names(row: str) -> list[str]:
 
 def _table(found: Runs, experiment: str, head: Sequence[str], cells: Callable[[str], Sequence[str]]) -> str:
     rows = [[*_names(row), *cells(row)] for row in found.rows(experiment)]
-    return markdown_table(["loss", "KL term", *head], rows, numbers=range(2, 2 + len(head)))
+    return table(["loss", "KL term", *head], rows, 2)
 
 
 def _regrets(found: Runs, of_rows: str, name: str, columns: Sequence[tuple[str, int, str]]) -> str:
@@ -194,7 +193,7 @@ def _strengths(found: Runs) -> str:
         regrets = [_text(found.of("staleness", row, "own_regret", beta)) for beta in betas]
         return [*regrets, *(_text(found.of("staleness", row, q), 2) for q in ("reward", "kl", "length"))]
 
-    head = heads("regret, β = ", [f"{beta:g}" for beta in betas])
+    head = heads("regret, β = ", betas)
     return _table(found, "staleness", [*head, f"β = {MIDDLE:g}: reward", "KL", "tokens"], cells)
 
 

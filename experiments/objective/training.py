@@ -9,19 +9,8 @@ import optax
 
 from experiments.estimators.estimators import Estimator, Scalar
 from experiments.estimators.sums import prefix_kl
-from experiments.objective.paths import (
-    Drawn,
-    PathSettings,
-    Task,
-    best_forward,
-    best_reverse,
-    divergence,
-    draw,
-    objective,
-    policy_of,
-    start_of,
-    visits,
-)
+from experiments.objective import paths
+from experiments.objective.paths import Drawn, PathSettings, Task
 from rpg_jax.losses import PrefixKL, advantages
 from rpg_jax.losses.tokens import checked
 
@@ -55,18 +44,18 @@ def train(estimator: Estimator | None, s: PathSettings, updates_a_batch: int, la
     π_old becomes π_θ after `updates_a_batch` updates. Without an estimator each update has the exact gradient of J.
     """
     task = lane.task
-    graphdef, start = start_of(s, jnp.asarray(lane.seed))
+    graphdef, start = paths.start_of(s, jnp.asarray(lane.seed))
     optimizer, size = optax.adam(optax.cosine_decay_schedule(1.0, s.updates)), s.groups * s.group
     grouped = estimator is not None and estimator.baseline
     groups, each = (jnp.repeat(jnp.arange(s.groups), s.group) if grouped else None), updates_a_batch
 
     def policy(params: Any) -> jax.Array:
-        return policy_of(s, graphdef, params, task.reference)
+        return paths.policy_of(s, graphdef, params, task.reference)
 
     def loss(params: Any, reference: jax.Array, drawn: Drawn, columns: Any) -> jax.Array:
         now = policy(params)
         if estimator is None:
-            return -objective(s, dataclasses.replace(task, reference=reference), now, jnp.asarray(lane.kl_coef))
+            return -paths.objective(s, dataclasses.replace(task, reference=reference), now, jnp.asarray(lane.kl_coef))
         of_states = prefix_kl(now, reference)
         tokens = checked(
             logprobs=chosen(now, drawn),
@@ -87,7 +76,7 @@ def train(estimator: Estimator | None, s: PathSettings, updates_a_batch: int, la
         behaviour = policy(params)
         every = lane.reference_batches
         reference = jnp.where((every > 0) & (index % jnp.maximum(every, 1) == 0), behaviour, reference)
-        drawn = draw(s, task, behaviour, prompts, how)
+        drawn = paths.draw(s, task, behaviour, prompts, how)
         columns = {
             "behaviour_logprobs": chosen(behaviour, drawn),
             "ref_logprobs": chosen(reference, drawn),
@@ -118,10 +107,10 @@ def judge(s: PathSettings, task: Task, policy: jax.Array, kl_coef: jax.Array) ->
     `kl_from_ref` = KL(π_ref‖π_θ) in nats a completion, `regret` and `regret_forward` = J* − J with either divergence,
     `best` = J* of the first, and `best_kl` of the policy that reaches it.
     """
-    visited, at_start = visits(s, task, policy), visits(s, task, task.reference)
-    reward, kl = jnp.mean(visited.paid), jnp.mean(divergence(visited, policy, task.reference))
-    kl_from_ref = jnp.mean(divergence(at_start, task.reference, policy))
-    best, slope = jax.value_and_grad(lambda beta: jnp.mean(best_reverse(at_start.paid, beta)))(kl_coef)
+    visited, at_start = paths.visits(s, task, policy), paths.visits(s, task, task.reference)
+    reward, kl = jnp.mean(visited.paid), jnp.mean(paths.divergence(visited, policy, task.reference))
+    kl_from_ref = jnp.mean(paths.divergence(at_start, task.reference, policy))
+    best, slope = jax.value_and_grad(lambda beta: jnp.mean(paths.best_reverse(at_start.paid, beta)))(kl_coef)
     return {
         "reward": reward,
         "right": jnp.mean(visited.right),
@@ -129,7 +118,7 @@ def judge(s: PathSettings, task: Task, policy: jax.Array, kl_coef: jax.Array) ->
         "kl": kl,
         "kl_from_ref": kl_from_ref,
         "regret": best - reward + kl_coef * kl,
-        "regret_forward": jnp.mean(best_forward(at_start.paid, kl_coef)) - reward + kl_coef * kl_from_ref,
+        "regret_forward": jnp.mean(paths.best_forward(at_start.paid, kl_coef)) - reward + kl_coef * kl_from_ref,
         "best": best,
         "best_kl": -slope,  # J* falls with β by the KL of its policy
     }

@@ -7,7 +7,6 @@ from experiments import kept
 from experiments.pretrained.design import NO_KL, ROWS, STRENGTHS
 from rpg_jax.report import plots
 from rpg_jax.report.seeds import mean
-from rpg_jax.report.tables import markdown_table
 
 Record = dict[str, Any]
 START = "start"
@@ -33,7 +32,7 @@ def _table(runs: Sequence[Record], quantities: dict[str, int], heads: Sequence[s
         if own := of(runs, row, kl_coef):
             cells = [kept.interval(mean([run[name] for run in own]), digits) for name, digits in quantities.items()]
             lines.append([row, f"{kl_coef:g}" if kl_coef else "–", len(own), *cells])
-    return markdown_table(["KL term", "β", "seeds", *heads], lines, numbers=range(1, 3 + len(heads)))
+    return kept.table(["KL term", "β", "seeds", *heads], lines)
 
 
 def of(runs: Sequence[Record], row: str, kl_coef: float) -> list[Record]:
