@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -113,15 +113,15 @@ def verdict(row: Mapping[str, list[float]]) -> str:
 
 def _kl_terms(results: Results, s: token.Settings) -> str:
     shown, noisy = _decades(s.drifts), -3
-    rows = []
-    for e in KL_TERMS:
+
+    def cells(e: Estimator) -> list[str]:
         row = results["kl_terms"][e.name]
         errors = row[f"error_{descends(row)[0] or e.meant}"]
-        cells = (number(errors[i]) for i in shown)
-        rows.append([e.name, e.term, verdict(row), *cells, number(row["noise"][noisy])])
+        return [verdict(row), *(number(errors[i]) for i in shown), number(row["noise"][noisy])]
+
     errors_at = kept.heads("error at drift ", [s.drifts[i] for i in shown])
     head = ["KL term", "loss of a token", "has the gradient of", *errors_at, f"noise at {s.drifts[noisy]:g}"]
-    return kept.table(head, rows, 3)
+    return kept.table(head, rows(KL_TERMS, cells), 3)
 
 
 def _ends(results: Results, s: token.Settings) -> str:
@@ -173,57 +173,55 @@ def optimum_of(row: Mapping[str, Any]) -> str:
 
 def exact_tables(results: Results, s: CompletionSettings) -> dict[str, str]:
     """The tables of docs/estimators.md on completions of several tokens, by the title of their section."""
-    drifts = ["on-policy", *(f"{drift:g}" for drift in s.drifts[1:])]
-    of = [*kept.heads("completions: ", drifts), *kept.heads("tokens: ", drifts)]
-    whole_head = ["loss", "KL term", *of]
+    errors, drifts = results["errors"], ["on-policy", *(f"{drift:g}" for drift in s.drifts[1:])]
     noisy = s.drifts.index(0.1) if 0.1 in s.drifts else -1
-    kl_rows, whole_rows = [], []
-    for e in ESTIMATORS:
-        row = results["errors"][e.key]
-        kl_rows.append([gradient_of(row), *_errors(row, "kl_term", e), _noise(row["noise"][noisy])])
-        whole_rows.append(_errors(row, "whole", e))
-    kl_head = ["loss", "KL term", "has the gradient of", *of, f"noise at {s.drifts[noisy]:g}"]
+
+    def of(e: Estimator, part: str) -> list[str]:
+        row = errors[e.key][part]
+        return [number(x) for level in ("completions", "tokens") for x in row[f"{level}_{e.meant}"]]
+
+    def kl_term(e: Estimator) -> list[str]:
+        return [gradient_of(errors[e.key]), *of(e, "kl_term"), _noise(errors[e.key]["noise"][noisy])]
+
+    head = [*kept.heads("completions: ", drifts), *kept.heads("tokens: ", drifts)]
+    kl_head = ["loss", "KL term", "has the gradient of", *head, f"noise at {s.drifts[noisy]:g}"]
     return {
-        "The KL term": kept.table(kl_head, joined(ESTIMATORS, kl_rows), 3),
-        "The whole loss": kept.table(whole_head, joined(ESTIMATORS, whole_rows), 2),
-        "Completions of several tokens: where does it end?": _completion_ends(results, s),
+        "The KL term": kept.table(kl_head, rows(ESTIMATORS, kl_term), 3),
+        "The whole loss": kept.table(["loss", "KL term", *head], rows(ESTIMATORS, lambda e: of(e, "whole")), 2),
+        "Completions of several tokens: where does it end?": _completion_ends(results["ends"], s),
     }
 
 
 def vocabulary_table(results: Results, s: CompletionSettings) -> dict[str, str]:
     """The table of docs/estimators.md on a KL that is summed over the vocabulary, by the title of its section."""
-    rows = []
-    for e in VOCABULARY:
+
+    def cells(e: Estimator) -> list[str]:
         row = results["errors"][e.key]
-        rows.append([e.name, e.term, gradient_of(row), *map(_noise, row["noise"])])
+        return [gradient_of(row), *map(_noise, row["noise"])]
+
     drifts = ["noise on-policy", *(f"at {drift:g}" for drift in s.drifts[1:])]
     head = ["loss", "KL term", "has the gradient of", *drifts]
-    return {"The KL summed over the vocabulary": kept.table(head, rows, 3)}
+    return {"The KL summed over the vocabulary": kept.table(head, rows(VOCABULARY, cells), 3)}
 
 
-def _errors(row: Mapping[str, Any], part: str, e: Estimator) -> list[str]:
-    return [number(x) for level in ("completions", "tokens") for x in row[part][f"{level}_{e.meant}"]]
+def _completion_ends(ends: Mapping[str, Mapping[str, Any]], s: CompletionSettings) -> str:
+    middle, beta = s.end_kl_coefs.index(s.kl_coef), f"{s.kl_coef:g}"
 
-
-def _completion_ends(results: Results, s: CompletionSettings) -> str:
-    rows = []
-    for e in ENDS:
-        refreshed, offline = (results["ends"][e.key][mode] for mode in ("refreshed", "offline"))
-        regrets = [regret(x) for x in refreshed[f"regret_{e.meant}"]]
-        middle = s.end_kl_coefs.index(s.kl_coef)
+    def cells(e: Estimator) -> list[str]:
+        refreshed, offline = (ends[e.key][mode] for mode in ("refreshed", "offline"))
+        *moving, stays = map(regret, [*refreshed[f"regret_{e.meant}"], *offline[f"regret_{e.meant}"]])
         reward, kl = (f"{np.mean(refreshed[name][middle]):.3f}" for name in ("reward", "kl"))
-        stays = regret(offline[f"regret_{e.meant}"][0])
-        rows.append([optimum_of(refreshed), *regrets, reward, kl, stays, optimum_of(offline)])
+        return [optimum_of(refreshed), *moving, reward, kl, stays, optimum_of(offline)]
+
     betas = kept.heads("regret at β = ", s.end_kl_coefs)
-    beta = f"{s.kl_coef:g}"
     columns = [*betas, f"reward at {beta}", f"KL at {beta}", f"π_old stays: regret at {beta}"]
     head = ["loss", "KL term", "optimum reached", *columns, "optimum reached"]
-    return markdown_table(head, joined(ENDS, rows), numbers=range(3, len(head) - 1))
+    return markdown_table(head, rows(ENDS, cells), numbers=range(3, len(head) - 1))
 
 
-def joined(estimators: Sequence[Estimator], rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The rows with the names of their losses and KL terms; neighbours with equal cells become one row."""
-    named = [(e.name, tuple(row), e.term) for e, row in zip(estimators, rows, strict=True)]
+def rows(estimators: Sequence[Estimator], cells: Callable[[Estimator], Sequence[str]]) -> list[list[str]]:
+    """The cells of each loss after its name and KL term; neighbours with equal cells become one row."""
+    named = [(e.name, tuple(cells(e)), e.term) for e in estimators]
     grouped = groupby(named, key=lambda x: x[:2])
     return [[name, ", ".join(term for *_, term in members), *row] for (name, row), members in grouped]
 

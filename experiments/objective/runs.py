@@ -152,6 +152,7 @@ class Runs:
 
     def __init__(self, records: Sequence[Record]):
         self.all = records
+        self._units = {(r["experiment"], r["row"], r["schedule"]["updates_a_batch"]): r for r in records}
 
     def of(
         self,
@@ -166,17 +167,12 @@ class Runs:
         regret of the divergence that the row is meant for.
         """
         name = regret_of(row) if quantity == "own_regret" else quantity
-        updates_a_batch = 8 if row == EXACT else updates_a_batch
-        for record in self.all:
-            of = record["experiment"], record["row"], record["schedule"]["updates_a_batch"]
-            if of == (experiment, row, updates_a_batch) and kl_coef in record["kl_coefs"]:
-                at = record["kl_coefs"].index(kl_coef), 0 if rate is None else record["rates"].index(rate)
-                of_seeds = np.asarray(record["values"][name])[:, *at]
-                return dict(zip(record["seeds"], of_seeds.tolist(), strict=True))
-        raise KeyError(f"no runs of {row} in {experiment} with β = {kl_coef}, {updates_a_batch} updates a batch")
+        record = self._units[experiment, row, 8 if row == EXACT else updates_a_batch]
+        at = record["kl_coefs"].index(kl_coef), 0 if rate is None else record["rates"].index(rate)
+        return dict(zip(record["seeds"], np.asarray(record["values"][name])[:, *at].tolist(), strict=True))
 
     def rows(self, experiment: str) -> list[str]:
-        made = {r["row"] for r in self.all if r["experiment"] == experiment}
+        made = {row for name, row, _ in self._units if name == experiment}
         return [row for row in (*ROWS, EXACT) if row in made]
 
     def kl_coefs(self, experiment: str) -> list[float]:
@@ -187,7 +183,7 @@ class Runs:
         return next(PathSettings(**r["task"]).tokens for r in self.all if r["experiment"] == experiment)
 
     def staleness(self, experiment: str) -> list[int]:
-        return sorted({r["schedule"]["updates_a_batch"] for r in self.all if r["experiment"] == experiment})
+        return sorted({n for name, _, n in self._units if name == experiment})
 
     def gaps(self, row: str, updates_a_batch: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         """{seed: (distances, rewards that lack)}: KL(π_θ‖π_ref) of each β, from near to far, and how much less reward

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from examples import sums
+from rpg_jax.report.scores import clustered_standard_error
 from rpg_jax.runs.policy import Policy, Sample
 from rpg_jax.storage import write_atomically
 
@@ -59,9 +60,9 @@ def judge(policy: Policy, start: Policy, answers: list[Sample]) -> dict[str, flo
     right = [_says(s.text, answer) for (s,), (_, answer) in zip(known, facts(), strict=True)]
     return {
         "reward": float(np.mean(rewards)),
-        "reward_se": _standard_error(np.mean(rewards, axis=1)),
+        "reward_se": clustered_standard_error(np.mean(rewards, axis=1)),
         "kl": float(np.mean(log_ratios)),
-        "kl_se": _standard_error(np.reshape(log_ratios, (-1, K)).mean(axis=1)),
+        "kl_se": clustered_standard_error(np.reshape(log_ratios, (-1, K)).mean(axis=1)),
         "length": float(np.mean([len(s.tokens) for s in flat])),
         "entropy": float(-np.mean(np.concatenate([s.logprobs for s in flat]))),
         "lost": float(lost.mean()),
@@ -75,8 +76,3 @@ def judge(policy: Policy, start: Policy, answers: list[Sample]) -> dict[str, flo
 
 def _says(text: str, answer: str) -> bool:
     return re.search(rf"\b{re.escape(answer)}\b", text, re.IGNORECASE) is not None
-
-
-def _standard_error(means: np.ndarray) -> float:
-    """Of the mean over questions, which are independent; completions of one question are not."""
-    return float(np.std(means, ddof=1) / np.sqrt(len(means)))
