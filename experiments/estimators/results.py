@@ -89,9 +89,8 @@ def panel(
     ax.set_xscale("log")
     ax.set_yscale("log")
     plots.tidy(ax, title)
-    if not legend:
-        return
-    ax.legend(fontsize=8, frameon=False, labelcolor=INK, loc="upper left", bbox_to_anchor=(1.0, 1.02))
+    if legend:
+        ax.legend(fontsize=8, frameon=False, labelcolor=INK, loc="upper left", bbox_to_anchor=(1.0, 1.02))
 
 
 def token_tables(results: Results, s: token.Settings) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -65,8 +64,6 @@ def tables(found: Runs) -> dict[str, str]:
 
 def verdict(difference: Mean) -> str:
     """`equal`, `different` or nothing, by `BOUND` and the interval; one seed has no interval."""
-    if math.isnan(difference.half):
-        return ""
     return "equal" if difference.within(BOUND) else "different" if difference.excludes_zero else ""
 
 
@@ -74,17 +71,15 @@ def draw(found: Runs) -> bytes:
     """PNG: reward that lacks by distance from the reference, and regret by staleness and by length."""
     figure = plots.empty_figure(16, 5.4, w_pad=0.1)
     distance, staleness, lengths = figure.subplots(1, 3)
-    stale = found.staleness("staleness")
-    middle = 8 if 8 in stale else stale[0]
     for row, colour, words in _shown(found):
-        x, y = (np.mean(part, axis=0) for part in zip(*found.gaps(row, middle).values(), strict=True))
+        x, y = (np.mean(part, axis=0) for part in zip(*found.gaps(row, 8).values(), strict=True))
         distance.plot(x, y, label=words, **_style(row, colour))
-    title = f"Reward less than the best possible, {middle} updates a batch"
+    title = "Reward less than the best possible, 8 updates a batch"
     plots.name_axes(distance, title, "distance from the start: KL(π_θ‖π_ref), nats a completion")
-    _draw_regrets(staleness, found, [("staleness", n, str(n)) for n in stale])
+    _draw_regrets(staleness, found, [("staleness", n, str(n)) for n in found.staleness("staleness")])
     plots.name_axes(staleness, f"Regret by staleness, β = {MIDDLE:g}", "updates from one batch of completions")
     reached = [name for name in LENGTHS if found.rows(name)]
-    _draw_regrets(lengths, found, [(name, middle, f"{found.tokens(name):.1f}") for name in reached], EXACT)
+    _draw_regrets(lengths, found, [(name, 8, f"{found.tokens(name):.1f}") for name in reached], EXACT)
     title = "Regret beyond the exact gradient's, by length"
     plots.name_axes(lengths, title, "tokens of the reference's completions, mean")
     handles, labels = distance.get_legend_handles_labels()
@@ -105,7 +100,7 @@ def _draw_regrets(ax: Axes, found: Runs, columns: Sequence[tuple[str, int, str]]
                 values = found.of(experiment, row, "regret", updates_a_batch=updates_a_batch)
                 base = found.of(experiment, than, "regret") if than else dict.fromkeys(values, 0.0)
                 each[place + 0.03 * i] = paired_difference(values, base)
-        halves = [0 if math.isnan(m.half) else m.half for m in each.values()]
+        halves = [m.half for m in each.values()]
         ax.errorbar([*each], [m.value for m in each.values()], halves, capsize=2, **_style(row, colour))
     ax.set_xticks(range(len(columns)), [words for *_, words in columns])
     ax.set_ylim(0, 0.2)
