@@ -12,7 +12,6 @@ from pathlib import Path
 
 from experiments import kept
 from experiments.pretrained import results, runs
-from experiments.pretrained.design import cells
 from rpg_jax.runs import cli
 
 DATA = Path(__file__).with_name("pretrained.jsonl")
@@ -21,7 +20,7 @@ DATA = Path(__file__).with_name("pretrained.jsonl")
 def measure(options: argparse.Namespace) -> int:
     """Makes the runs that `--out` lacks, each in a process, or reads the kept runs; writes tables and figure."""
     options.out.mkdir(parents=True, exist_ok=True)
-    chosen = list(cells(1))[:2] if options.quick else list(cells(options.seeds))
+    chosen = list(runs.cells(1))[:2] if options.quick else list(runs.cells(options.seeds))
     while not options.from_data and (left := runs.missing(options.out, chosen)):
         if options.one:
             runs.make_run(options.model, options.out, left[0])

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments import kept
-from experiments.pretrained.design import NO_KL, ROWS, STRENGTHS
+from experiments.pretrained.runs import NO_KL, ROWS, STRENGTHS
 from rpg_jax.report import plots
 from rpg_jax.report.seeds import mean
 

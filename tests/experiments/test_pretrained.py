@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from experiments.pretrained import __main__ as program
-from experiments.pretrained import design, judge, results, runs
+from experiments.pretrained import judge, results, runs
 from rpg_jax.runs import config_files
 from rpg_jax.runs.resolve import resolve
 
@@ -16,10 +16,10 @@ def test_the_questions_are_different_and_every_fact_has_an_answer():
 
 
 def test_every_cell_is_a_run_of_its_own_and_a_config_that_training_takes():
-    cells = list(design.cells(3))
-    assert len(cells) == len({cell.name for cell in cells}) == 3 * (1 + 5 * len(design.STRENGTHS))
+    cells = list(runs.cells(3))
+    assert len(cells) == len({cell.name for cell in cells}) == 3 * (1 + 5 * len(runs.STRENGTHS))
     for cell in cells[:26]:
-        config = resolve(config_files.changed(config_files.load(design.CONFIG).config, cell.overrides))
+        config = resolve(config_files.changed(config_files.load(runs.CONFIG).config, cell.overrides))
         assert (config.loss.kl_coef, config.reference.rule) == (cell.kl_coef, "fixed"), cell
         assert (config.loss.advantage, config.loss.aggregate) == ("leave_one_out", "sequence_mean_token_sum"), cell
 
@@ -55,10 +55,10 @@ def test_a_cell_is_trained_and_judged_once(tmp_path, monkeypatch):
     model = write(tmp_path / "tiny.gguf", "llama3", metadata={"llama.context_length": 128})
     monkeypatch.setattr(judge, "questions", lambda: ["Why?", "Who is it?"])
     monkeypatch.setattr(judge, "facts", lambda: [("Where?", "Rome")])
-    monkeypatch.setitem(design._SHARED, "train.steps", 1)
-    monkeypatch.setitem(design._SHARED, "train.microbatch_size", 8)  # the tests have eight devices
-    monkeypatch.setitem(design._SHARED, "optimizer.learning_rate", 0.1)
-    cell = design.Cell("completions: RKL", 0.1, 0)
+    monkeypatch.setitem(runs._SHARED, "train.steps", 1)
+    monkeypatch.setitem(runs._SHARED, "train.microbatch_size", 8)  # the tests have eight devices
+    monkeypatch.setitem(runs._SHARED, "optimizer.learning_rate", 0.1)
+    cell = runs.Cell("completions: RKL", 0.1, 0)
     assert runs.missing(tmp_path, [cell]) == [cell]
     runs.make_run(str(model), tmp_path, cell)
     start, trained = runs.read(tmp_path / runs.FILE)
