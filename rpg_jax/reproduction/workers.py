@@ -60,7 +60,7 @@ def cores() -> int:
 
 class Worker:
     """A process that carries out tasks, one at a time. It starts with its first task, and anew after a failed task.
-    `task` is the task in progress, or None.
+    `task` is the task in progress, or None; `process` the process, or None before the first task.
 
     Args:
       place: index of the process's only core among the cores that this process may use; None binds it to no core.
@@ -70,22 +70,22 @@ class Worker:
     def __init__(self, place: int | None, inherited: Sequence[int]):
         self.task: Task | None = None
         self._place, self._inherited = place, inherited
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
 
     def give(self, task: Task) -> None:
         """Starts a task and returns at once. The task before must have ended, and `take` have returned it."""
         self.task = task
-        if self._process is None or self._process.poll() is not None:
-            self._process = self._start(task.log)
-        assert self._process.stdin is not None
+        if self.process is None or self.process.poll() is not None:
+            self.process = self._start(task.log)
+        assert self.process.stdin is not None
         order = json.dumps({"function": task.function, "argument": task.argument, "log": str(task.log)})
         with contextlib.suppress(BrokenPipeError):  # it has just ended: `take` returns the code
-            self._process.stdin.write(order.encode() + b"\n")
-            self._process.stdin.flush()
+            self.process.stdin.write(order.encode() + b"\n")
+            self.process.stdin.flush()
 
     def take(self) -> Done | None:
         """Returns at once: None while the task is in progress, `Done` once after its end. There must be a task."""
-        process, task = self._process, self.task
+        process, task = self.process, self.task
         assert process is not None and process.stdout is not None and task is not None
         code = process.poll()  # before the look: an answer that is written later is seen the next time
         answer = select.select([process.stdout], [], [], 0)[0] and process.stdout.readline()
@@ -93,16 +93,6 @@ class Worker:
             return None
         self.task = None
         return Done(task, 0, json.loads(answer)) if answer else Done(task, code or 1)
-
-    def terminate(self) -> None:
-        """Sends SIGTERM to the process, if there is one. A training run finishes its step and saves before it ends."""
-        if self._process is not None:
-            self._process.terminate()
-
-    def wait(self) -> None:
-        """Blocks until the process, if there is one, has ended. Call `terminate` before: a worker waits for tasks."""
-        if self._process is not None:
-            self._process.wait()
 
     def _start(self, log: Path) -> subprocess.Popen[bytes]:
         with log.open("ab") as errors:
@@ -134,12 +124,13 @@ def _workers(jobs: int, inherited: Sequence[int]) -> Iterator[tuple[list[Worker]
     try:
         yield workers, heard
     finally:
-        for worker in workers:
-            worker.terminate()
+        processes = [worker.process for worker in workers if worker.process is not None]
+        for process in processes:
+            process.terminate()  # a training run finishes its step and saves before it ends
         for number, handler in previous.items():  # a second signal ends the wait below
             signal.signal(number, handler)
-        for worker in workers:
-            worker.wait()
+        for process in processes:
+            process.wait()
     if heard:
         raise KeyboardInterrupt if heard[0] == signal.SIGINT else SystemExit(128 + heard[0])
 
