@@ -12,28 +12,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from rpg_jax.rewards import verifiers
 from rpg_jax.rewards.callables import InProcess
 from rpg_jax.rewards.extraction import Read, extract_answer, merge_equal_answers
 from rpg_jax.rewards.judge import Judge, Server
 from rpg_jax.rewards.pool import WorkerPool
 from rpg_jax.rewards.verdicts import CHANCE, FirstFailures, Task, Verdict
-from rpg_jax.rewards.verifiers import (
-    BY_SOURCE,
-    ENVIRONMENT,
-    FORMS,
-    JUDGE,
-    LENGTHS,
-    NO_FUNCTIONS,
-    RIGHT_ABOVE,
-    VERIFIERS,
-    Functions,
-    Verifier,
-    check,
-    deciding_part,
-    is_verifier,
-    name_for_source,
-    resolve,
-)
 
 if TYPE_CHECKING:
     from rpg_jax.types import Turns  # loads JAX
@@ -112,22 +96,22 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         accuracy: str | None = None,
         right_above: float | None = None,
         begins: bool = True,
-        functions: Functions = NO_FUNCTIONS,
+        functions: verifiers.Functions = verifiers.NO_FUNCTIONS,
     ):
         weights = {reward: 1.0} if isinstance(reward, str) else dict(reward)
-        check(weights, options, accuracy=accuracy, right_above=right_above)
+        verifiers.check(weights, options, accuracy=accuracy, right_above=right_above)
         self._weights = weights
         self._options = {name: dict(options.get(name, {})) for name in weights}
-        self._accuracy, self._right_above = deciding_part(weights, accuracy), right_above
+        self._accuracy, self._right_above = verifiers.deciding_part(weights, accuracy), right_above
         self._grades_refused = _FIRST_SCORES if begins else 0  # scores to come among which a grade is an error
         self._grade_noted = False
-        self._judge = Judge(Server(**self._options[JUDGE])) if JUDGE in weights else None
-        verifiers = [*filter(is_verifier, weights)]
-        self._first = {name: FirstFailures(f"the reward {name!r}", "completion") for name in verifiers}
+        self._judge = Judge(Server(**self._options[verifiers.JUDGE])) if verifiers.JUDGE in weights else None
+        judging = [*filter(verifiers.is_verifier, weights)]
+        self._first = {name: FirstFailures(f"the reward {name!r}", "completion") for name in judging}
         self._pool_arguments: dict[str, Any] = {"size": workers, "deadline_s": deadline_s}
         self._pool: WorkerPool | None = None
         self._in_process = InProcess(deadline_s)
-        self._named = {name: resolve(name, functions) for name in weights}
+        self._named = {name: verifiers.resolve(name, functions) for name in weights}
         if any(v.pooled for v in self._named.values() if v):
             self._start_pool().wait_ready()
 
@@ -159,11 +143,12 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         parts = {}
         for name in self._weights:
             parts[name], failures[name] = self._part(name, problems, texts, np.asarray(lengths), turns)
-        errors = collections.Counter(kind for name in parts if name != ENVIRONMENT for kind in failures[name] if kind)
+        own = (kinds for name, kinds in failures.items() if name != verifiers.ENVIRONMENT)
+        errors = collections.Counter(kind for kinds in own for kind in kinds if kind)
         rewards, unshaped = np.zeros((2, len(texts)), np.float32)
         for name, weight in self._weights.items():
             rewards += np.float32(weight) * parts[name]
-            if is_verifier(name):
+            if verifiers.is_verifier(name):
                 unshaped += np.float32(weight) * parts[name]
         if self._right_above is None:
             verdicts = zip(parts[self._accuracy], failures[self._accuracy], strict=True)
@@ -183,13 +168,13 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         or None where none is found. The verifier that decides accuracy says how answers are read (`extract_answer`; for
         "math_verify", worker processes read and compare them, which takes time). Equal answers to a problem are the
         same text. Raises ValueError if "by_source" meets an unknown source; ChildProcessError as the pool does."""
-        by_source = self._accuracy == BY_SOURCE
+        by_source = self._accuracy == verifiers.BY_SOURCE
         places = collections.defaultdict[str, list[int]](list)
         for place, problem in enumerate(problems):
-            places[name_for_source(problem.source) if by_source else self._accuracy].append(place)
+            places[verifiers.name_for_source(problem.source) if by_source else self._accuracy].append(place)
         found: dict[int, list[str | None]] = {}
         for name, own in places.items():
-            verifier, given = VERIFIERS.get(name), [texts[place] for place in own]
+            verifier, given = verifiers.VERIFIERS.get(name), [texts[place] for place in own]
             if verifier and verifier.equal:
                 answers = self._merged_answers(verifier, given)
             else:
@@ -213,11 +198,11 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
     ) -> tuple[np.ndarray, list[str | None]]:
         """Returns a part's scores f32[N], and the kind of failure of each verdict; [] for shaping terms."""
         options = self._options[name]
-        if name in LENGTHS:
-            return LENGTHS[name](lengths, **options), []
-        if name in FORMS:
-            return np.array([FORMS[name](text, **options) for text in texts], np.float32), []
-        if name == ENVIRONMENT:
+        if name in verifiers.LENGTHS:
+            return verifiers.LENGTHS[name](lengths, **options), []
+        if name in verifiers.FORMS:
+            return np.array([verifiers.FORMS[name](text, **options) for text in texts], np.float32), []
+        if name == verifiers.ENVIRONMENT:
             played = [each for each in turns or () if each is not None]
             if len(played) < len(texts):
                 raise ValueError(
@@ -225,30 +210,30 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
                 )
             return np.array([total_reward(each) for each in played], np.float32), [each.error for each in played]
         named = self._named[name]
-        verifiers = [named or VERIFIERS[name_for_source(p.source)] for p in problems]
-        if name == JUDGE:
+        chosen = [named or verifiers.VERIFIERS[verifiers.name_for_source(p.source)] for p in problems]
+        if name == verifiers.JUDGE:
             assert self._judge is not None
             verdicts = self._judge.run([(text, p.answer, p.prompt) for p, text in zip(problems, texts, strict=True)])
         else:
-            verdicts = self._verdicts(verifiers, problems, texts, options)
+            verdicts = self._verdicts(chosen, problems, texts, options)
         self._first[name].look(((p.prompt, p.answer) for p in problems), verdicts)
-        scores = [f.wrong if v.score is None else v.score for f, v in zip(verifiers, verdicts, strict=True)]
+        scores = [f.wrong if v.score is None else v.score for f, v in zip(chosen, verdicts, strict=True)]
         return np.array(scores, np.float32), [v.error for v in verdicts]
 
-    def _verdicts(self, verifiers: Sequence[Verifier], problems, texts, options) -> list[Verdict]:
+    def _verdicts(self, chosen: Sequence[verifiers.Verifier], problems, texts, options) -> list[Verdict]:
         tasks = [
             Task(f.path, (text, p.answer, p.prompt) if f.sees_prompt else (text, p.answer), options)
-            for f, p, text in zip(verifiers, problems, texts, strict=True)
+            for f, p, text in zip(chosen, problems, texts, strict=True)
         ]
-        pooled = [i for i, f in enumerate(verifiers) if f.pooled]
+        pooled = [i for i, f in enumerate(chosen) if f.pooled]
         verdicts = dict(zip(pooled, self._start_pool().run([tasks[i] for i in pooled]), strict=True)) if pooled else {}
-        functions = {f.path: f.load() for f in set(verifiers) if not f.pooled}
-        own = [i for i, f in enumerate(verifiers) if not f.pooled]
+        functions = {f.path: f.load() for f in set(chosen) if not f.pooled}
+        own = [i for i, f in enumerate(chosen) if not f.pooled]
         calls = [(functions[tasks[i].function], tasks[i]) for i in own]
         verdicts |= zip(own, self._in_process.verdicts(calls), strict=True)
         return [verdicts[i] for i in range(len(tasks))]
 
-    def _merged_answers(self, verifier: Verifier, texts: Sequence[Sequence[str]]) -> list[list[str | None]]:
+    def _merged_answers(self, verifier: verifiers.Verifier, texts: Sequence[Sequence[str]]) -> list[list[str | None]]:
         """Returns the answers that `verifier` reads in each problem's completions. Equal answers have one spelling."""
         pool = self._start_pool()
         tasks = [Task(verifier.read, (text,), returns="object") for own in texts for text in own]
@@ -271,14 +256,15 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         part = f"the reward {self._accuracy!r} decides accuracy, and its score {grade:.3g}"
         found = f"{part} is neither right (1) nor wrong (0, -1)"
         if self._grades_refused > 0:
-            raise ValueError(f"{found}: {RIGHT_ABOVE}")
+            raise ValueError(f"{found}: {verifiers.RIGHT_ABOVE}")
         self._grade_noted = True
-        print(f"note: {found}. A score below 1 counts as wrong; in another run {RIGHT_ABOVE}", file=sys.stderr)
+        fix = f"A score below 1 counts as wrong; in another run {verifiers.RIGHT_ABOVE}"
+        print(f"note: {found}. {fix}", file=sys.stderr)
 
     def _start_pool(self) -> WorkerPool:
         if self._pool is None:
             named = [f for f in self._named.values() if f]
-            by_source = VERIFIERS.values() if BY_SOURCE in self._weights else ()
+            by_source = verifiers.VERIFIERS.values() if verifiers.BY_SOURCE in self._weights else ()
             pooled = [f for f in (*named, *by_source) if f.pooled]
             functions = {f.path: f.arguments for f in pooled}
             functions |= {f.read: ("completion",) for f in pooled if f.read}

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from rpg_jax.rewards import scorer, verifiers
+from rpg_jax.rewards import verifiers
 from rpg_jax.rewards.scorer import Scorer
 from rpg_jax.rewards.verdicts import LARGEST, BadScore, checked_score
 from rpg_jax.rewards.verifier_process import _judge
@@ -42,7 +42,8 @@ def test_what_is_no_score_is_an_error_of_its_own_kind(name, monkeypatch):
     with pytest.raises(BadScore):
         checked_score(BAD[name])
     assert _judge(lambda: BAD[name], {"arguments": (), "options": {}, "returns": "score"})["error"] == "value"
-    monkeypatch.setattr(scorer.Verifier, "load", lambda self: lambda text, answer: BAD[name] if text == "bad" else 1.0)
+    found = {"bad": BAD[name]}
+    monkeypatch.setattr(verifiers.Verifier, "load", lambda self: lambda text, answer: found.get(text, 1.0))
     with Scorer("exact") as scored:
         scores = scored([problem("1")] * 3, ["bad", "good", "good"], [1] * 3)
     assert scores.errors == {"value": 1} and [*scores.failures] == ["value", None, None]
