@@ -25,8 +25,7 @@ _NAMES, _THINGS = ("Anna", "Ben", "Clara", "Mia", "Paul", "Tom"), ("apples", "bo
 
 def last_number(completion: str, answer: str, prompt: str) -> float:
     """1 if the last run of digits in the completion is the answer, else 0; the prompt does not count."""
-    numbers = _NUMBER.findall(completion)
-    return float(bool(numbers) and numbers[-1] == answer)
+    return float(_NUMBER.findall(completion)[-1:] == [answer])
 
 
 def equation(completion: str, answer: str, prompt: str) -> float:

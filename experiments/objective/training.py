@@ -104,13 +104,12 @@ def chosen(policy: jax.Array, drawn: Drawn) -> jax.Array:
 
 def judge(s: PathSettings, task: Task, policy: jax.Array, kl_coef: jax.Array) -> Outcome:
     """Exact means over prompts: `reward` (what is paid), `right`, `length` in tokens, `kl` = KL(π_θ‖π_ref) and
-    `kl_from_ref` = KL(π_ref‖π_θ) in nats a completion, `regret` and `regret_forward` = J* − J with either divergence,
-    `best` = J* of the first, and `best_kl` of the policy that reaches it.
+    `kl_from_ref` = KL(π_ref‖π_θ) in nats a completion, `regret` and `regret_forward` = J* − J with either divergence.
     """
     visited, at_start = paths.visits(s, task, policy), paths.visits(s, task, task.reference)
     reward, kl = jnp.mean(visited.paid), jnp.mean(paths.divergence(visited, policy, task.reference))
     kl_from_ref = jnp.mean(paths.divergence(at_start, task.reference, policy))
-    best, slope = jax.value_and_grad(lambda beta: jnp.mean(paths.best_reverse(at_start.paid, beta)))(kl_coef)
+    best, best_forward = (jnp.mean(of(at_start.paid, kl_coef)) for of in (paths.best_reverse, paths.best_forward))
     return {
         "reward": reward,
         "right": jnp.mean(visited.right),
@@ -118,7 +117,5 @@ def judge(s: PathSettings, task: Task, policy: jax.Array, kl_coef: jax.Array) ->
         "kl": kl,
         "kl_from_ref": kl_from_ref,
         "regret": best - reward + kl_coef * kl,
-        "regret_forward": jnp.mean(paths.best_forward(at_start.paid, kl_coef)) - reward + kl_coef * kl_from_ref,
-        "best": best,
-        "best_kl": -slope,  # J* falls with β by the KL of its policy
+        "regret_forward": best_forward - reward + kl_coef * kl_from_ref,
     }

@@ -17,7 +17,7 @@ from typing import Any
 from experiments.peers.opponent import Opponent
 from rpg_jax import bench
 from rpg_jax.benchmarks import measure_rollout, measure_step
-from rpg_jax.benchmarks.subject import DIMENSIONS, PRESETS, Subject, Work
+from rpg_jax.benchmarks.subject import PRESETS, Subject, Work
 from rpg_jax.runs import cli
 
 GENERATORS = {"hf": "hf_generate.py", "tunix": "tunix_generate.py"}
@@ -57,10 +57,8 @@ def _torch_step(python: str, one: Subject) -> Opponent:
     layout, shape, model = one.layout, one.shape, one.layout.model
     if model.experts:
         raise ValueError("--against knows dense models only")
-    names = ("vocab_size", "num_layers", *DIMENSIONS, "tie_embeddings", "rms_norm_eps")
-    kinds = {"attention_bias": model.qkv_bias, "qk_norm": model.qk_norm, "rope_theta": model.rope.theta}
     sizes = {
-        "model": kinds | {name: getattr(model, name) for name in names},
+        "model": dataclasses.asdict(model),
         "rows": shape.rows,
         "length": shape.length,
         "completion": min(shape.completion_length, shape.length - 1),

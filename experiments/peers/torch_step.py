@@ -20,7 +20,7 @@ class Attention(torch.nn.Module):
     def __init__(self, c):
         super().__init__()
         D, N, K, H = c["embed_dim"], c["num_heads"], c["num_kv_heads"], c["head_dim"]
-        bias, eps = c["attention_bias"], c["rms_norm_eps"]
+        bias, eps = c["qkv_bias"], c["rms_norm_eps"]
         self.head_dim = H
         self.norm = torch.nn.RMSNorm(D, eps=eps)
         self.q, self.k, self.v = (torch.nn.Linear(D, heads * H, bias=bias) for heads in (N, K, K))
@@ -67,7 +67,7 @@ class Model(torch.nn.Module):
         """Log-probabilities f32[B, C] of the last `completion` tokens; no other position has logits."""
         exact = {"device": tokens.device, "dtype": torch.float32}
         pairs = torch.arange(0, self.c["head_dim"], 2, **exact) / self.c["head_dim"]
-        angles = torch.arange(tokens.shape[1], **exact)[:, None] * self.c["rope_theta"] ** -pairs
+        angles = torch.arange(tokens.shape[1], **exact)[:, None] * self.c["rope"]["theta"] ** -pairs
         cos, sin = (f(angles)[None, :, None] for f in (torch.cos, torch.sin))
         x = self.embed(tokens)
         for attention, feed_forward in self.blocks:

@@ -38,8 +38,7 @@ def problems() -> tuple[list[dict], list[dict]]:
 
 
 def right(completion: str, answer: str) -> float:
-    numbers = re.findall(r"\d+", completion)
-    return float(bool(numbers) and numbers[-1] == answer)
+    return float(re.findall(r"\d+", completion)[-1:] == [answer])
 
 
 def reward(completions, answer, **_):

@@ -156,8 +156,7 @@ def record(experiment: str, row: str, values: dict[str, list], **other: object) 
 
 
 def strengths(row: str, regrets: list[float], reward: float, kl: float) -> dict:
-    each = {"regret": regrets, "reward": [reward] * 3, "kl": [kl] * 3, "length": [5.0] * 3, "best": [0.8] * 3}
-    each["best_kl"] = [2.0] * 3
+    each = {"regret": regrets, "reward": [reward] * 3, "kl": [kl] * 3, "length": [5.0] * 3}
     return record("staleness", row, {name: [[x] for x in of_seeds] for name, of_seeds in each.items()})
 
 
