@@ -128,7 +128,7 @@ def run_objective(s: ObjectiveSettings, path: Path, *, jobs: int) -> Kept:
         def make(wanted: Sequence[Unit]) -> None:
             done, compiled = {record["unit"] for record in found.records}, str(path.with_name("compiled"))
             tasks = [
-                Task(unit.name, f"{__name__}:{run_in_worker.__name__}", argument, log)
+                Task(unit.name, run_in_worker, argument, log)
                 for unit in wanted
                 if unit.name not in done
                 for argument in [{"unit": dataclasses.asdict(unit), "compiled": compiled}]

@@ -33,7 +33,6 @@ _GPU_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L4": 121e12, "V10
 """Operations per second in bf16 (V100 and T4: f16) without sparsity, from nvidia.com's data sheets of SXM boards."""
 _TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p"}
 _TPU_KINDS |= {"TPU v6 lite": "v6e", "TPU v6e": "v6e"}
-DIMENSIONS = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "hidden_dim")
 
 
 class Peer(Protocol):
@@ -166,8 +165,9 @@ def chosen(arguments: argparse.Namespace, changes: Sequence[str]) -> Subject:
 def _fields(preset: str) -> Mapping[str, Any]:
     """Returns the config fields of a preset's work: one update of AdamW, computed in the dtype of the work."""
     work, model = PRESETS[preset], PRESETS[preset].model
+    dimensions = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "hidden_dim")
     return {
-        **{f"model.{name}": getattr(model, name) for name in ("num_layers", *DIMENSIONS)},
+        **{f"model.{name}": getattr(model, name) for name in dimensions},
         "model.compute_dtype": work.dtype,
         "model.remat": "dots",
         "task.max_prompt_tokens": work.prompt_tokens,

@@ -192,7 +192,7 @@ def train_runs(planned: Sequence[PlannedRun], out: Path, *, jobs: int, extra: Se
         done = {plan.name: _steps_done(plan, out) for plan in planned}
         plans = {plan.name: plan for plan in planned if not done[plan.name][1]}
         tasks = [
-            Task(plan.name, WORK, arguments(plan, out, extra), out / "logs" / f"{plan.name}.log")
+            Task(plan.name, train_in_worker, arguments(plan, out, extra), out / "logs" / f"{plan.name}.log")
             for plan in plans.values()
         ]
         failed: dict[str, Path] = {}
@@ -219,9 +219,6 @@ def train_in_worker(arguments: Sequence[str]) -> int:
     """Trains one run by the command line `arguments`, which replaces `sys.argv`; returns the run's exit code."""
     sys.argv = [str(Path(rpg_jax.__file__).parent / "train.py"), *arguments]  # noted in versions.json
     return train_command.main(arguments)
-
-
-WORK = f"{__name__}:{train_in_worker.__name__}"
 
 
 def platform_name() -> str:

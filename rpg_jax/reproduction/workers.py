@@ -34,12 +34,12 @@ _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A call of `function`, "module:name", with `argument`, which JSON can hold. All output is added to the file `log`.
-    The task fails if the function raises, or returns an int other than 0 (True is 1), the exit code. Another value that
-    the function returns, which JSON can hold, is the task's result. `name` is for callers."""
+    """A call of a module's `function` with `argument`, which JSON can hold. All output is added to the file `log`. The
+    task fails if the function raises, or returns an int other than 0 (True is 1), the exit code. Another value that the
+    function returns, which JSON can hold, is the task's result. `name` is for callers."""
 
     name: str
-    function: str
+    function: Callable[[Any], Any]
     argument: Any
     log: Path
 
@@ -78,7 +78,8 @@ class Worker:
         if self.process is None or self.process.poll() is not None:
             self.process = self._start(task.log)
         assert self.process.stdin is not None
-        order = json.dumps({"function": task.function, "argument": task.argument, "log": str(task.log)})
+        function = f"{task.function.__module__}:{task.function.__name__}"
+        order = json.dumps({"function": function, "argument": task.argument, "log": str(task.log)})
         with contextlib.suppress(BrokenPipeError):  # it has just ended: `take` returns the code
             self.process.stdin.write(order.encode() + b"\n")
             self.process.stdin.flush()

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rpg_jax.reproduction.run_tables import WORK, locked
+from rpg_jax.reproduction.run_tables import locked, train_in_worker
 from rpg_jax.reproduction.workers import Task, run_tasks
 from tests.end_to_end.whole_runs import MICRO, environment
 
@@ -16,7 +16,8 @@ WORKER = (sys.executable, "-m", "rpg_jax.reproduction.workers")
 def order(folder, seed, *more):
     name = f"{folder}/seed{seed}"
     settings = f"--config.seed={seed}", f"--config.run.dir={folder}", f"--config.run.name=seed{seed}"
-    return {"function": WORK, "argument": [*SHORT, *settings, *more], "log": f"{name}.log"}
+    function = f"{train_in_worker.__module__}:{train_in_worker.__name__}"
+    return {"function": function, "argument": [*SHORT, *settings, *more], "log": f"{name}.log"}
 
 
 def last_line(file):
@@ -54,9 +55,8 @@ def halves(numbers):
 
 @pytest.mark.slow  # processes that start JAX
 def test_a_result_comes_back_and_a_task_that_raises_ends_no_other(tmp_path):
-    function = f"{__name__}:{halves.__name__}"
     numbers = ([1, 2], [0], [4], [8])
-    tasks = [Task(str(i), function, own, tmp_path / f"{i}.log") for i, own in enumerate(numbers)]
+    tasks = [Task(str(i), halves, own, tmp_path / f"{i}.log") for i, own in enumerate(numbers)]
     with locked(tmp_path) as lock:
         done = list(run_tasks(tasks, jobs=1, inherited=lock))
         assert [d.code for d in done] == [0, 1, 0, 0]
