@@ -11,7 +11,7 @@ from experiments.estimators.estimators import Estimator, Scalar
 from experiments.estimators.sums import prefix_kl
 from experiments.objective import paths
 from experiments.objective.paths import Drawn, PathSettings, Task
-from rpg_jax.losses import PrefixKL, advantages
+from rpg_jax.losses import advantages
 from rpg_jax.losses.tokens import checked
 
 Outcome = dict[str, jax.Array]
@@ -56,14 +56,13 @@ def train(estimator: Estimator | None, s: PathSettings, updates_a_batch: int, la
         now = policy(params)
         if estimator is None:
             return -paths.objective(s, dataclasses.replace(task, reference=reference), now, jnp.asarray(lane.kl_coef))
-        of_states = prefix_kl(now, reference)
         tokens = checked(
             logprobs=chosen(now, drawn),
             mask=drawn.mask,
             sampler_logprobs=None,
             completion_ids=None,
             group_ids=groups,
-            prefix_kl=PrefixKL(*(jnp.take(x.reshape(-1), drawn.states) for x in of_states)),
+            prefix_kl=jax.tree.map(lambda x: jnp.take(x.reshape(-1), drawn.states), prefix_kl(now, reference)),
             **columns,
         )
         total = jnp.where(lane.token_mean, jnp.sum(drawn.mask), size)
