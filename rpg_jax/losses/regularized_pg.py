@@ -210,9 +210,8 @@ def _check_completions(tokens: Tokens, level: str, clip: str, options: completio
             f"weight='product' is the exact weight of a completion, which clip={clip!r} would bound: use clip='none', "
             "or another weight"
         )
-    trace_decay, trace_cap = options.trace_decay, options.trace_cap
-    if level == "sequence" and (trace_decay, trace_cap) != (1, 1):
-        raise ValueError(f"trace_decay={trace_decay} and trace_cap={trace_cap} have no effect: use level='to_go'")
+    if level == "sequence" and (options.trace_decay, options.trace_cap) != (1, 1):
+        raise ValueError(f"trace_decay={options.trace_decay} and trace_cap={options.trace_cap} need level='to_go'")
     if options.weight != "capped" and options.cap != 2:
         raise ValueError(f"weight_cap={options.cap} has no effect with weight={options.weight!r}: use weight='capped'")
     if level == "to_go" and (options.kl_ratio != "present" or tokens.group_ids is not None):
@@ -251,9 +250,10 @@ def rpg(
         raise ValueError(f"form='verl' has tokens only: with level={level!r} use form='paper'")
     for name in options.keys() - keywords(chosen):
         if options[name] != keywords(rpg)[name].default:
-            reader = "level='sequence' or 'to_go'" if name in keywords(rpg_completions) else "form='paper'"
+            readers = {"kl_ratio": "'sequence'", "trace_decay": "'to_go'", "trace_cap": "'to_go'"}
             given = f"{name}={options[name]!r} has no effect with level={level!r}, form={form!r}"
-            raise ValueError(f"{given}: use {reader}")
+            either = "'sequence' or 'to_go'"
+            raise ValueError(f"{given}: use level={readers.get(name, either)}")
     own = {name: value for name, value in {"level": level, **options}.items() if name in keywords(chosen)}
     check("rpg", declared(chosen), own)
     result = chosen(tokens, **own)
