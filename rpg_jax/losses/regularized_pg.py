@@ -170,7 +170,7 @@ def rpg_completions(
     The gradient is −G_t ∇log π_θ where nothing is clipped, with G of `completions.sequence` or `completions.to_go`.
     With `differentiable`, `sequence`, weight `product` and `kl_ratio` "present" the loss is the surrogate −WA + βd of
     the completion. With `exact`, `to_go` sums a token's own KL over the vocabulary at the token's prefix. The KL to
-    come weighs the sampled token, and a clip treats the KL to come as a part of the advantage.
+    come weighs the sampled token; clip `reward` leaves it as it is, others treat it as a part of the advantage.
 
     Args:
       divergence, kl_coef: D, a name of `DIVERGENCES`, and β. Without `ref_logprobs` the reference is π_old.
