@@ -238,8 +238,7 @@ def _curve(config: Config, panel: Panel) -> Json | None:
         found[name] = _rounded(values[kept])
     if panel.held_out:
         at, scores = shared_points(curves_of(config.runs, panel.held_out))
-        means = panel.scale * scores.mean(0) if at else []
-        found["held_out"] = [[step, float(mean)] for step, mean in zip(at, means, strict=True)]
+        found["held_out"] = [[step, float(panel.scale * each.mean())] for step, each in zip(at, scores.T, strict=True)]
     return found
 
 
