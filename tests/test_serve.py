@@ -141,7 +141,8 @@ def test_weights_that_a_client_names_lie_inside_the_folder(tmp_path, kind):
     from rpg_jax.runs import policy_server  # not above: another test forgets what imports JetStream
 
     asked = place(home := tmp_path / "weights", kind)
-    with pytest.raises(ValueError, match=r"is not inside|is no folder|null byte") as refused:
+    # Since Python 3.13 a link to itself has a path, and no file is there.
+    with pytest.raises(ValueError, match=r"is not inside|is no folder|loop has no config\.json") as refused:
         policy_server._Disk(None, None, home).read(asked)
     assert len(str(refused.value)) < 1000
 

@@ -171,7 +171,7 @@ class _Disk:
         try:
             path = Path(folder).resolve()
             inside = [path, *(file.resolve() for file in path.iterdir())] if path.is_dir() else [path]
-        except (OSError, RuntimeError) as error:  # a name without end, a link to itself
+        except (OSError, RuntimeError, ValueError) as error:  # a name without end, a link to itself, a null byte
             raise ValueError(f"{folder[:100]} is no folder: {type(error).__name__}") from error
         if not all(one.is_relative_to(self._home) for one in inside):
             raise ValueError(f"{folder} is not inside {self._home}, the folder of --weights_from")
