@@ -59,6 +59,7 @@ def test_wandb_writes_offline(config, tmp_path):
 
 
 @pytest.mark.slow  # makes a database
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")  # of MLflow
 def test_mlflow_keeps_one_run_with_its_config_and_the_last_value_of_a_step(config, tmp_path):
     logged_twice(config, "mlflow", tmp_path)
     from mlflow.tracking import MlflowClient
