@@ -60,6 +60,7 @@ def test_the_answers_that_reasoning_gym_publishes_score_1_where_it_publishes_one
             wrong[task] = repr(error)
             continue
         [entry] = gym.create_dataset(task, size=1, seed=0)
-        if verifiers.for_source(problem.source).load()(f"Well.\nAnswer: {entry['answer']}\n", problem.answer) != 1:
+        judge = verifiers.VERIFIERS[verifiers.name_for_source(problem.source)].load()
+        if judge(f"Well.\nAnswer: {entry['answer']}\n", problem.answer) != 1:
             wrong[task] = entry["answer"]
     assert sorted(wrong) == sorted(REASONING_GYM["differs"]), wrong
