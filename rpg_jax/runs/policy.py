@@ -144,7 +144,7 @@ class Policy:
         max_tokens: int | None = None,
         seed: int = 0,
     ) -> list[Any]:
-        """Draws `k` completions of each prompt. Returns a list of `Sample`s per prompt; for a single prompt, its list.
+        """Draws `k` completions of each prompt. Returns each prompt's list of `Sample`; for a single prompt, its list.
 
         A prompt is a text, or the messages of a conversation, [{"role": "user", "content": "…"}, …]. Prompts pass the
         chat template, if the tokenizer has one. Temperature 0 is greedy; top_p, top_k and min_p are the config's. A
