@@ -12,6 +12,7 @@ import json
 import os
 import random
 import re
+import socket
 import threading
 import time
 import urllib.error
@@ -39,14 +40,36 @@ Item = tuple[str, str, str]
 """Completion, answer, prompt: the arguments of a verifier."""
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Treats a redirect as an HTTP error. urllib would follow a redirect and send the API key to any host."""
+class _Handler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler, urllib.request.HTTPRedirectHandler):
+    """Treats a redirect as an HTTP error: urllib would send the API key to any host. Ends a reply `timeout` seconds
+    after its request began: urllib would wait as long for each byte."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
+    def do_open(self, http_class: Any, req: Any, **arguments: Any) -> Any:
+        deadline = time.monotonic() + req.timeout
 
-_OPENER = urllib.request.build_opener(_NoRedirect)
+        def reply(sock: socket.socket, **named: Any) -> http.client.HTTPResponse:
+            made: Any = http.client.HTTPResponse(sock, **named)
+            read = made.fp.raw.readinto
+
+            def readinto(buffer: bytearray) -> int | None:
+                sock.settimeout(_left(deadline))
+                return read(buffer)
+
+            made.fp.raw.readinto = readinto
+            return made
+
+        def connection(host: str, **named: Any) -> http.client.HTTPConnection:
+            made = http_class(host, **named)
+            made.response_class = reply
+            return made
+
+        return super().do_open(connection, req, **arguments)
+
+
+_OPENER = urllib.request.build_opener(_Handler)
 
 
 class Failed(Exception):
@@ -192,11 +215,9 @@ class Judge:
         content = b""
         try:
             with _OPENER.open(request, timeout=_left(deadline)) as reply:
-                while part := reply.read1(2**16):  # a server that sends byte after byte has to end too
-                    content += part
-                    _left(deadline)
-                    if len(content) > _MOST_BYTES:
-                        raise Failed("status", f"a reply of more than {_MOST_BYTES} bytes")
+                content = reply.read(_MOST_BYTES + 1)
+            if len(content) > _MOST_BYTES:
+                raise Failed("status", f"a reply of more than {_MOST_BYTES} bytes")
             return json.loads(content)
         except urllib.error.HTTPError as error:
             after = error.headers.get("Retry-After", "")

@@ -154,20 +154,35 @@ def with_location(url, end_headers=BaseHTTPRequestHandler.end_headers):
     return ended
 
 
-def test_an_error_whose_text_does_not_come_is_known_by_its_status():
+@pytest.mark.parametrize(
+    ("begins", "dripped", "error"),
+    [
+        (b"HTTP/1.1 401 No\r\nContent-Length: 99\r\n\r\n", b"", "status"),
+        (b"HTTP/1.1 401 No\r\nContent-Length: 99\r\n\r\n", b"x", "status"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n", b"x", "timeout"),
+        (b"HTTP/1.1 200 OK\r\nX: ", b"x", "timeout"),
+    ],
+    ids=["no text", "text of an error", "body", "head"],
+)
+def test_a_deadline_holds_for_a_server_that_sends_byte_after_byte(begins, dripped, error):
     with socket.create_server(("127.0.0.1", 0)) as server:
+        given_up = threading.Event()
 
         def answer():
             connection, _ = server.accept()
-            held.append(connection)
-            connection.recv(2**16)
-            connection.sendall(b"HTTP/1.1 401 No\r\nContent-Length: 9\r\n\r\n")
+            with connection, contextlib.suppress(OSError):  # the judge has given up
+                connection.recv(2**16)
+                connection.sendall(begins)
+                while not given_up.wait(0.05):
+                    connection.sendall(dripped)
 
-        held = []
         threading.Thread(target=answer, daemon=True).start()
+        threading.Timer(2.0, given_up.set).start()
+        began = time.monotonic()
         found = judged(f"http://127.0.0.1:{server.getsockname()[1]}", items(1), deadline_seconds=0.2)
-    held[0].close()
-    assert found == [(None, "status")]
+        seconds = time.monotonic() - began
+        given_up.set()
+    assert found == [(None, error)] and seconds < 1.5
 
 
 @pytest.mark.parametrize("reply", [b"{", b"[" * 100_000, {"scores": [1.0]}, {"scores": [1, "x"]}, {"other": 1}])
