@@ -110,7 +110,7 @@ class Server:
     deadline_seconds: float = 60.0
 
     def __post_init__(self):
-        if not re.match(r"https?://", self.url or ""):
+        if not re.match(r"https?://([^\s/:\[\]]+|\[[\da-f:.]+\])(:\d{1,5})?([/?]\S*)?$", self.url or "", re.IGNORECASE):
             raise ValueError(
                 f"the reward judge needs judge.url=http://HOST:PORT/v1 (a chat model) or the address of a scoring "
                 f"endpoint with judge.kind=score, got {self.url!r}"

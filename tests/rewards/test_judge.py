@@ -234,12 +234,20 @@ def test_a_judge_decides_accuracy_only_from_a_grade_on_that_somebody_names(weigh
     [
         ({}, "needs judge.url=http"),
         ({"url": "localhost:1"}, "needs judge.url"),
+        ({"url": "http://[x"}, "needs judge.url"),
+        ({"url": "http://host:port/v1"}, "needs judge.url"),
+        ({"url": "http:///v1"}, "needs judge.url"),
         ({"url": "http://x", "prompt": "a"}, "{comp"),
     ],
 )
 def test_a_judge_that_cannot_be_asked_is_refused_before_anything_runs(fields, reason):
     with pytest.raises(ValueError, match=reason):
         verifiers.check({"judge": 1.0}, {"judge": fields})
+
+
+@pytest.mark.parametrize("url", ["http://x", "HTTPS://a-b.c_d:8000/v1/", "http://[::1]:80/score?model=m", "http://x?a"])
+def test_an_address_of_every_form_is_taken(url):
+    assert Server(url=url).url == url
 
 
 def test_accuracy_is_decided_by_a_verifier():
