@@ -238,12 +238,11 @@ def _called(function: Callable[..., Any], task: Task) -> Verdict:
 
 
 async def _awaited(function: Callable[..., Any], task: Task, deadline_s: float) -> Verdict:
+    limit = asyncio.timeout(deadline_s)
     try:
-        async with asyncio.timeout(deadline_s):
+        async with limit:
             return checked(task.returns, await function(*task.arguments, **task.options))
-    except TimeoutError as error:
-        return Verdict(None, "timeout", str(error) or f"no score within {deadline_s:g} s")
     except BaseException as error:  # SystemExit too: out of here it would end the loop, for which callers would wait
         if (own := asyncio.current_task()) and own.cancelling():  # by `close`
             raise
-        return failure(error)
+        return failure(TimeoutError(f"no score within {deadline_s:g} s") if limit.expired() else error)

@@ -44,13 +44,16 @@ class Verdict:
 
 
 def failure(error: BaseException) -> Verdict:
-    """Returns the verdict of a function that raised `error`, with the message as detail. The kind is "value" for
-    BadScore, "memory" for MemoryError, "timeout" for TimeoutError, "unreachable" for another OSError, else "error"."""
-    if isinstance(error, BadScore):
-        return Verdict(None, "value", str(error))
-    kinds = {MemoryError: "memory", TimeoutError: "timeout", OSError: "unreachable"}
+    """Returns the verdict of a function that raised `error`. The kind is "value" for BadScore, "memory" for
+    MemoryError, "timeout" for TimeoutError, "unreachable" for another OSError, else "error". The detail is one line of
+    at most 200 characters: the class of the error and its message, which a class of one's own may fail to write."""
+    try:
+        said = " ".join(str(error).split())
+    except (Exception, SystemExit):
+        said = "its message cannot be read"
+    kinds = {BadScore: "value", MemoryError: "memory", TimeoutError: "timeout", OSError: "unreachable"}
     kind = next((kind for of, kind in kinds.items() if isinstance(error, of)), "error")
-    return Verdict(None, kind, f"{type(error).__name__}: {error}")
+    return Verdict(None, kind, (said if kind == "value" else f"{type(error).__name__}: {said}")[:200])
 
 
 class FirstFailures:

@@ -78,7 +78,7 @@ def _judge(function: Callable[..., Any], task: dict[str, Any]) -> dict[str, Any]
         verdict: dict[str, Any] = {"score": found.score} if found.value is None else {"value": found.value}
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: an answer must not end the process
         failed = failure(error)
-        verdict = {"error": failed.error, "detail": failed.detail[:200]}
+        verdict = {"error": failed.error, "detail": failed.detail}
     # A forbidden call counts even if the verifier swallowed the exception.
     return {"error": "forbidden", "detail": _denied[0]} if _denied else verdict
 

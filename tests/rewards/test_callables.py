@@ -10,6 +10,7 @@ import pytest
 
 from rpg_jax.rewards import callables
 from rpg_jax.rewards.scorer import Scorer
+from rpg_jax.rewards.verdicts import failure
 
 HERE = __name__
 
@@ -107,6 +108,29 @@ def test_async_calls_run_together_where_a_loop_is_running_and_a_late_one_is_canc
     scores = asyncio.run(notebook())
     assert scores.rewards.tolist() == [1, 0, 0, 0]
     assert scores.errors == {"timeout": 1} and cancelled == ["late"]
+
+
+class Unreadable(Exception):
+    def __str__(self):
+        raise RuntimeError("no message")
+
+    __repr__ = __str__
+
+
+@pytest.mark.parametrize("error", [Unreadable(), KeyError(Unreadable()), SystemExit(Unreadable())])
+def test_an_error_whose_message_cannot_be_read_costs_its_own_verdict(error):
+    def plain(completion, answer, prompt):
+        if completion == "?":
+            raise error
+        return float(completion == answer)
+
+    async def judge(completion, answer, prompt):
+        return plain(completion, answer, prompt)
+
+    for reward in (plain, judge):
+        scores = scored(reward, ["4", "?", "5"], deadline_s=5.0)
+        assert scores.rewards.tolist() == [1, 0, 0] and scores.errors == {"error": 1}
+    assert failure(error).detail.startswith(type(error).__name__)
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])

@@ -63,6 +63,7 @@ ATTACKS = {
     "float('nan')": "value",
     "syntax error": "error",
     "'\\ud800'": "error",
+    "(_ for _ in ()).throw(type('Unreadable', (Exception,), {'__str__': None})())": "error",
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from rpg_jax.rewards import verifiers
 from rpg_jax.rewards.scorer import Scorer
-from rpg_jax.rewards.verdicts import LARGEST, BadScore, checked_score
+from rpg_jax.rewards.verdicts import LARGEST, BadScore, checked_score, failure
 from rpg_jax.rewards.verifier_process import _judge
 from tests.rewards.test_scorer import problem
 
@@ -48,6 +48,12 @@ def test_what_is_no_score_is_an_error_of_its_own_kind(name, monkeypatch):
         scores = scored([problem("1")] * 3, ["bad", "good", "good"], [1] * 3)
     assert scores.errors == {"value": 1} and [*scores.failures] == ["value", None, None]
     assert scores.rewards.tolist() == [0, 1, 1] and scores.accuracy.tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize("error", [ValueError("a\n b" * 10**6), BadScore("a\n b" * 10**6)])
+def test_the_detail_of_a_failure_is_one_short_line(error):
+    detail = failure(error).detail
+    assert "a b" in detail and "\n" not in detail and len(detail) <= 200
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf, 1e39, 1.0001e6])
