@@ -50,6 +50,10 @@ class Owner:
     token: str
     beat: int = 0
 
+    def __post_init__(self):
+        if type(self.process) is not int or not 0 < self.process < 2**31:
+            raise ValueError(f"{self.process!r} is no number of a process")
+
     @classmethod
     def this_process(cls) -> Owner:
         """Returns the present process, as the owner of a new lease, with a new token and beat 0."""

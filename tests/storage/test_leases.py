@@ -181,6 +181,15 @@ def test_a_file_that_is_no_lease_holds_nobody_back(tmp_path, content):
         assert b"token" in cell(home).read()[0]
 
 
+@pytest.mark.parametrize("process", ["7", -7, 0.5, 10**30, True, None])
+def test_a_lease_of_no_process_holds_nobody_back(tmp_path, process):
+    home = epath.Path(tmp_path / "r")
+    content = dataclasses.asdict(Owner.this_process()) | {"process": process}
+    cell(home).swap(json.dumps(content).encode(), None)
+    with Lease(home, never, beat_seconds=10.0, stale_seconds=30.0):  # at once, not after a time of silence
+        assert json.loads(cell(home).read()[0])["process"] == os.getpid()
+
+
 def test_a_pipe_in_the_place_of_a_lease_is_named_and_not_waited_for(tmp_path):
     (tmp_path / ".owners").mkdir()
     os.mkfifo(tmp_path / ".owners" / "r.json")
