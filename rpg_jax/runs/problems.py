@@ -195,7 +195,10 @@ def _own(config: ConfigDict) -> Task:
         if not all(isinstance(text, str) for text in texts):
             name = config.task.name
             raise ValueError(f"task.name={name}: {problem!r:.80} is no Problem whose prompt and answer are texts")
-    return Task(train, sets, task.texts(), notes, examples)
+    known = list(task.texts() or ())
+    if wrong := [text for text in known if not isinstance(text, str)]:
+        raise ValueError(f"task.name={config.task.name}: texts() has {wrong[0]!r:.80}, which is no text")
+    return Task(train, sets, known, notes, examples)
 
 
 GENERATED: Mapping[str, Callable[[ConfigDict], Task]] = {"arithmetic": _arithmetic, "chains": _chains}

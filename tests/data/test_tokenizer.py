@@ -33,6 +33,12 @@ def test_sentencepiece_gives_each_character_of_the_task_its_own_piece(tmp_path):
     assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id) == (0, 1, 2)
 
 
+@pytest.mark.parametrize("texts", [["a" * 5000 + "b"], ["ab", "é" * 2100]], ids=["one", "one of two"])
+def test_a_long_line_has_its_characters_in_the_tokenizer(tmp_path, texts):
+    """SentencePiece leaves out lines of more than 4,192 bytes."""
+    assert train_sentencepiece(texts, tmp_path / "tokenizer.model").unknown("".join(texts)) == ""
+
+
 def test_sentencepiece_training_is_deterministic_and_reloads(tmp_path):
     for name in ("a", "b"):
         train_sentencepiece(Arithmetic().texts(), tmp_path / name / "tokenizer.model")

@@ -11,6 +11,7 @@ import pytest
 
 from configs import base, tiny
 from rpg_jax import data
+from rpg_jax.runs.experiment import open_tokenizer
 from rpg_jax.runs.problems import Task, listed_rows, split_rows, write_rows
 
 
@@ -190,6 +191,14 @@ class Shown(Doubles):
     def examples(self, problems, *, turns):
         return [f"{turns} {problem.answer}" for problem in problems]
 
+class Quiet(Doubles):
+    def texts(self):
+        return None
+
+class Digits(Doubles):
+    def texts(self):
+        return [*range(10), "+="]
+
 class Empty(Doubles):
     def problems(self, name, count=None):
         return [] if name == "held out" else super().problems(name, count)
@@ -222,9 +231,15 @@ def test_a_class_of_ones_own_makes_the_problems_and_the_demonstrations(tmp_path,
     assert [p.answer for p in task.held_out["held out"]] == ["0", "2"] and list(task.texts) == ["0123456789+="]
     config.task.name, config.environment.max_turns = "own_task:Shown", 7
     assert [text for _, text in Task.from_config(config).examples(task.train)] == ["7 4", "7 6", "7 8"]
+    config.task.name = "own_task:Quiet"
+    with pytest.raises(
+        ValueError, match=r"own_task:Quiet: prompts have '\+01234=', and the texts to train a tokenizer"
+    ):
+        open_tokenizer(config, Task.from_config(config))
     for name, error in (
         ("own_task:Empty", "own_task:Empty has no problem in the set 'held out'"),
         ("own_task:Silent", r"it has no problems\(\)"),
+        ("own_task:Digits", r"own_task:Digits: texts\(\) has 0, which is no text"),
         ("arithmatic", "known: arithmetic, chains, files, module:Class"),
         ("own_task:Knows", "task.name=own_task:Knows raises KeyError: 'held out'"),
         ("own_task:Numbers", "own_task:Numbers: 1 is no Problem whose prompt and answer are texts"),
