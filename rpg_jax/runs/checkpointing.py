@@ -100,13 +100,15 @@ class Parent:
             if name in inputs and self.inputs.get(name, inputs[name]) != inputs[name]:
                 raise ValueError(self._refused(f"{what} another there"))
         here, there = (fields["train.updates_per_step"] * fields["train.epochs"] for fields in (own, self.config))
+        # A parent that is a branch has steps of its own parent, maybe with other updates, behind it.
+        made = int(self.record["reference"]["updates"]) if PARENT in self.inputs else self.step * there
         warmup, falls = Count.parse(own["optimizer.warmup"]), own["optimizer.schedule"] != "constant"
-        begun = 0 if falls else min(self.step, self.step * there // here)  # steps that both counts have behind them
+        begun = 0 if falls else min(self.step, made // here)  # steps that both counts have behind them
         in_steps = falls and "step" in (own["optimizer.decay_until"] or "train.steps")
         in_steps |= warmup.unit == "steps" and warmup.number > begun
-        if here != there and in_steps:
-            reason = f"train.updates_per_step times train.epochs is {there} there and {here} here, and steps decide "
-            fix = "the learning rate: give optimizer.warmup and optimizer.decay_until in updates"
+        if made != self.step * here and in_steps:
+            reason = f"its {self.step} steps made {made} updates, and a step has {here} here. Steps decide the "
+            fix = "learning rate: give optimizer.warmup and optimizer.decay_until in updates"
             raise ValueError(self._refused(reason + fix))
 
     def state(self, like: TrainState) -> TrainState:

@@ -130,9 +130,9 @@ def test_a_branch_of_adapters_keeps_the_frozen_weights_of_its_parent(tmp_path):
         ({"method": "PPO"}, "loss.advantage is .* there and 'gae' here"),
         (
             {"train.updates_per_step": 1, "optimizer.schedule": "linear"},
-            "is 2 there and 1 here, .*decay_until in updates",
+            "its 4 steps made 8 updates, and a step has 1 here.*decay_until in updates",
         ),
-        ({"train.epochs": 2, "optimizer.warmup": "5 steps"}, "times train.epochs is 2 there and 4 here"),
+        ({"train.epochs": 2, "optimizer.warmup": "5 steps"}, "its 4 steps made 8 updates, and a step has 4 here"),
     ],
 )
 def test_a_branch_that_cannot_take_over_its_parent_is_refused_by_name(parent, tmp_path, change, said):
@@ -159,6 +159,18 @@ def test_other_updates_in_a_step_need_a_schedule_that_does_not_count_steps(paren
     begun = checkpointing.parent_of(config_files.changed(config, {"run.start_from": f"{parent.folder}@4"}), tmp_path)
     branch = config_files.changed(config, {"train.steps": 8, "train.updates_per_step": 1, **change})
     with pytest.raises(ValueError, match="in updates") if refused else contextlib.nullcontext():
+        begun.check(branch, {})
+
+
+@pytest.mark.parametrize("schedule", ["linear", "constant"])
+def test_a_branch_of_a_branch_counts_the_updates_of_all_its_steps(parent, tmp_path, schedule):
+    """Three of its four steps made one update each, and one made two: the count of updates is that of step 2.5."""
+    config = run_folder.read_config(Path(parent.folder))
+    begun = checkpointing.parent_of(config_files.changed(config, {"run.start_from": f"{parent.folder}@4"}), tmp_path)
+    record = {**begun.record, "reference": {**begun.record["reference"], "updates": 5}}
+    begun = dataclasses.replace(begun, record=record, inputs={**begun.inputs, PARENT: "runs/A@3"})
+    branch = config_files.changed(config, {"train.steps": 8, "optimizer.schedule": schedule})
+    with pytest.raises(ValueError, match="made 5 updates") if schedule == "linear" else contextlib.nullcontext():
         begun.check(branch, {})
 
 
