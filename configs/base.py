@@ -18,8 +18,8 @@ FIELDS = Section(
         "start have warm_start.seed.", range="[0, 1073741824)"),
     sharding=Field(optional(str), 'Changes to the rules in parallel.RULES, as "embed=fsdp+context,kv_heads=". A '
         "logical axis without a mesh axis is replicated."),
-    offload=Field("", "The arrays that wait in the host's memory until they are needed: optimizer, reference, or "
-        "optimizer+reference."),
+    offload=Field("", "The arrays that wait in the host's memory until they are needed.",
+        choices=("", "optimizer", "reference", "optimizer+reference")),
     run=Section(
         "The run's folder and its process.",
         dir=Field("runs", "The folder of all runs: a local path or gs://BUCKET/FOLDER."),
@@ -33,7 +33,8 @@ FIELDS = Section(
             "run began. The new content counts from then on."),
         compilation_cache=Field(optional(str), "The folder that keeps compiled programs between runs. Unset: "
             '~/.cache/rpg_jax/compiled. JAX_COMPILATION_CACHE_DIR takes precedence. "" keeps none.'),
-        platform=Field(optional(str), "tpu, gpu or cpu; the run stops where there is none. Unset: what JAX finds."),
+        platform=Field(optional(str), "The run stops where there is none of these. Unset: what JAX finds.",
+            choices=("tpu", "gpu", "cpu", "cuda", "rocm")),
         stop_seconds=Field(25.0, "The longest time from SIGTERM to the end of the process. An "
             "unfinished step is done again from the last checkpoint, with the groups of checkpoint.journal_gib; where "
             "updates take minutes, set checkpoint.every=1.",

@@ -228,7 +228,7 @@ class Field:
     def values(self) -> str:
         """The choices, "One of a, b.", or the range, "In [0, 1)."; "" if the field takes every value of its type."""
         names = table_names().get(self.choices) if isinstance(self.choices, str) else self.choices
-        names = self.names if names is None else names
+        names = [name or '""' for name in (self.names if names is None else names)]
         return f"One of {', '.join(names)}." if names else f"In {self.range}." if self.range else ""
 
     def check(self, name: str, value: Any) -> None:
@@ -241,7 +241,8 @@ class Field:
         if names and value not in names and value is not None:
             close = difflib.get_close_matches(str(value), names, n=1)
             nearest = f"did you mean {close[0]!r}? " if close else ""
-            raise ValueError(f"{name}={value!r}: {nearest}One of {', '.join(names)}.")
+            known = ", ".join(name or '""' for name in names)
+            raise ValueError(f"{name}={value!r}: {nearest}One of {known}.")
         if self.range and value is not None:
             from rpg_jax.losses.declaration import Range  # it loads JAX: --help need not wait for it
 

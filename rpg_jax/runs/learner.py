@@ -45,10 +45,10 @@ class Learner:
 def make_learner(layout: Layout, *, supervised: bool = False, **optimizer_changes: Any) -> Learner:
     """The learner of the layout's config, without making an array. A `supervised` learner has no learned baseline.
     `optimizer_changes` replace arguments of `make_optimizer` for the policy. Raises ValueError for a wrong
-    field of the optimizer, a wrong `offload`, or a learned baseline beside adapters."""
+    field of the optimizer, or a learned baseline beside adapters."""
     optimizer = make_optimizer(**{**optimizer_arguments(layout.config), **optimizer_changes})
     critic = None if supervised else _make_critic(layout)
-    offload = "optimizer" in offloaded(layout.config)
+    offload = "optimizer" in layout.config.offload
     like = abstract_state(layout.trained, optimizer, layout.replicated, critic, offload=offload)
     return Learner(optimizer, critic, like)
 
@@ -133,15 +133,6 @@ def reference_differs(config: ConfigDict) -> bool:
     if config.reference.path and not teacher_folder(config):
         return False
     return make_rule(config.reference).differs(config.train.updates_per_step * config.train.epochs)
-
-
-def offloaded(config: ConfigDict) -> frozenset[str]:
-    """The names of the arrays that wait in host memory, from `offload`. Raises ValueError for other names than
-    "optimizer" and "reference"."""
-    names = frozenset(filter(None, config.offload.split("+")))
-    if unknown := sorted(names - {"optimizer", "reference"}):
-        raise ValueError(f"offload names {unknown}; known: optimizer, reference, optimizer+reference")
-    return names
 
 
 def open_teacher(layout: Layout, tokenizer: data.Tokenizer, *, offload: bool) -> Taught | None:

@@ -32,7 +32,7 @@ from rpg_jax.runs.layout import (
     rows_per_update,
     teacher_folder,
 )
-from rpg_jax.runs.learner import Learner, make_learner, offloaded, reference_differs
+from rpg_jax.runs.learner import Learner, make_learner, reference_differs
 from rpg_jax.training.collect import UNKNOWN_SHARE
 from rpg_jax.training.state import abstract, shardings_of
 
@@ -126,7 +126,7 @@ def _reference_bytes(layout: Layout) -> float:
 def _resident_reference(layout: Layout) -> float:
     """Bytes on a device of the reference's weights if they stay there between steps, else 0."""
     c = layout.config
-    stays = (c.reference.resident or teacher_folder(c)) and "reference" not in offloaded(c)
+    stays = (c.reference.resident or teacher_folder(c)) and "reference" not in c.offload
     return _reference_bytes(layout) if stays else 0.0
 
 

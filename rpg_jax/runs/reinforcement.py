@@ -36,7 +36,6 @@ from rpg_jax.runs.learner import (
     learner_programs,
     make_learner,
     no_params,
-    offloaded,
     open_base,
     open_teacher,
 )
@@ -295,7 +294,7 @@ def _make_collector(
 def _make_reference(experiment: Experiment, folder: storage.Folder, closing: contextlib.ExitStack) -> Reference:
     """The config's reference policy: a policy of the run, with snapshots in `folder`/reference, or a teacher. `closing`
     ends the threads that ask a teacher's servers."""
-    c, layout, offload = experiment.config, experiment.layout, "reference" in offloaded(experiment.config)
+    c, layout, offload = experiment.config, experiment.layout, "reference" in experiment.config.offload
     memory: Literal["disk", "device", "host"] = "host" if offload else "device" if c.reference.resident else "disk"
     how: dict[str, Any] = {"snapshots": Snapshots(folder.home / "reference"), "like": layout.trained}
     how["teacher"] = open_teacher(layout, experiment.tokenizer, offload=offload)

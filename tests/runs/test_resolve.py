@@ -58,6 +58,11 @@ def resolved(**changes):
         ),
         ({"rollout.driver": "simple"}, "rollout.driver=simple is retired .*write --config.rollout.driver=lockstep"),
         ({"servers.kind": "vlm"}, "servers.kind='vlm': did you mean 'vllm'"),
+        (
+            {"offload": "optimiser"},
+            "offload='optimiser': did you mean 'optimizer'. One of \"\", optimizer, reference, opt",
+        ),
+        ({"run.platform": "CPU"}, "run.platform='CPU': One of tpu, gpu, cpu, cuda, rocm"),
         ({"method": "CTPO", "reference.path": "T"}, "loss.name=ctpo has no KL term, so nothing would be learned from"),
         (
             {"method": "DAPO", "reference.path": "T"},
