@@ -94,9 +94,9 @@ def make_trainer(experiment: Experiment, session: Session) -> tuple[_Reinforceme
     guard, learner = _make_guard(config), make_learner(experiment.layout)
     scorer = closing.enter_context(make_scorer(config, experiment.handed, begins=new))
     draw = functools.partial(drawn_base, experiment, scorer, folder.files)
-    base = open_base(experiment.layout, folder, draw, begins=new, parent=parent)
-    first = init_params if base is None else first_adapters
+    first = init_params if experiment.layout.lora is None else first_adapters  # before a warm start: they may not fit
     params = (first if needs_weights else no_params)(experiment.layout)  # a resume reads weights once
+    base = open_base(experiment.layout, folder, draw, begins=new, parent=parent)
     own = make_training_rollout(experiment, params, base)
     closing.callback(own.close)
     if needs_weights and config.warm_start.enabled and base is None:

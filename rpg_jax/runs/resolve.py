@@ -28,8 +28,7 @@ _BUFFER = 512
 def resolve(config: ConfigDict) -> ConfigDict:
     """A locked copy of `config` that `with_method` has filled in. Raises ValueError if the method or a reward is
     unknown, the loss or a reward does not take a field that was set, a value is outside its field's range, or two
-    fields contradict each other. The message has the known names or the range. `check_training` and `check_sampling`
-    are not called."""
+    fields contradict each other. The message has the known names or the range. Other public checks are not called."""
     resolved = with_method(config)
     _check_fields(resolved)
     _check_counts(resolved)
@@ -115,9 +114,8 @@ def check_training(config: ConfigDict) -> None:
 
 
 def check_sampling(config: ConfigDict) -> None:
-    """Raises ValueError if top-p, top-k or min-p cuts the distribution that reinforcement learning samples. The tokens
-    that the cut leaves out are never sampled. So no weights of the sampled tokens give the expected gradient of the
-    policy, whose log-probs the trainer has."""
+    """Raises ValueError if top-p, top-k or min-p cuts the distribution that reinforcement learning samples. Tokens that
+    are never sampled have a share in the policy's gradient, which no weights of other tokens make up for."""
     for name, off in {"top_p": 1.0, "top_k": 0, "min_p": 0.0}.items():
         if config.rollout[name] != off:
             raise ValueError(
@@ -180,6 +178,8 @@ def _check_counts(config: ConfigDict) -> None:
         if (count := _value(config, name)) is not None:
             Count.parse(count, name)
     logs.chosen_steps(config.profile.steps)
+    if (path := config.model.lora.path) and not config.model.lora.rank:
+        raise ValueError(f"model.lora.path={path} with model.lora.rank=0: set the rank and the alpha of this adapter")
     prompts, updates = config.rollout.prompts_per_step, config.train.updates_per_step
     if prompts % updates:
         raise ValueError(f"rollout.prompts_per_step={prompts} must be a multiple of train.updates_per_step={updates}")

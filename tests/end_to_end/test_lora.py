@@ -6,13 +6,21 @@ import jax
 import numpy as np
 import pytest
 
+import rpg_jax
 from rpg_jax import Policy
 from rpg_jax.models.lora import load_adapters, merged
-from rpg_jax.runs import run_folder
+from rpg_jax.runs import reinforcement, run_folder
 from rpg_jax.runs.learner import init_params, open_base
 from rpg_jax.runs.policy import export_adapters, of_run
 from tests.end_to_end.test_resume import metrics, rollouts
 from tests.end_to_end.whole_runs import completed, environment
+
+
+def test_an_adapter_that_is_missing_ends_the_run_before_its_warm_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(reinforcement, "drawn_base", lambda *_: pytest.fail("the warm start has begun"))
+    adapter = {"model.lora.rank": 2, "model.lora.path": str(tmp_path), "run.dir": str(tmp_path / "runs")}
+    with pytest.raises(ValueError, match=r"has no adapter_config.json: model.lora.path is the folder of an adapter"):
+        rpg_jax.train("tests/end_to_end/micro.py", overrides=adapter)
 
 
 @pytest.mark.slow  # a warm start and two runs

@@ -63,6 +63,10 @@ def resolved(**changes):
             "offload='optimiser': did you mean 'optimizer'. One of \"\", optimizer, reference, opt",
         ),
         ({"run.platform": "CPU"}, "run.platform='CPU': One of tpu, gpu, cpu, cuda, rocm"),
+        (
+            {"model.lora.path": "a"},
+            "model.lora.path=a with model.lora.rank=0: set the rank and the alpha of this adapter",
+        ),
         ({"method": "CTPO", "reference.path": "T"}, "loss.name=ctpo has no KL term, so nothing would be learned from"),
         (
             {"method": "DAPO", "reference.path": "T"},
