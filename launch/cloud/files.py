@@ -22,8 +22,7 @@ def startup_script(job: Job) -> str:
 def run_script(job: Job) -> str:
     """The script that every worker runs as its service: `supervise.py`, which runs the trainer or a server."""
     free = ["gcloud", "compute", "tpus", "queued-resources", "delete", job.name, *job.place, "--quiet", "--async"]
-    kept = job.keep or (job.serves_for and job.slices > 1)  # a server that ends leaves those of other slices alone
-    vm = [f"--files={job.files}", *([] if kept else [f"--free={shlex.join([*free, '--force'])}"])]
+    vm = [f"--files={job.files}", *([] if job.keep else [f"--free={shlex.join([*free, '--force'])}"])]
     purpose = f"Trains {job.name}; the same name resumes from its last checkpoint."
     if job.is_first_hour:
         purpose = f"Makes the first hour of {job.name}; the same name continues it."

@@ -29,6 +29,7 @@ def check(job: Job, shell: Shell, *, plan: bool, vms: bool) -> list[str]:
       LaunchError: a check failed; the message has one line for each mistake.
     """
     offline = [*words.FORMS, type_and_slices, capacity_has_its_limit, servers_are_whole, first_hour_has_one_host]
+    offline += [servers_have_jobs_of_their_own] if vms else []
     fits = [config_fits, plan_says_it_fits][: 1 + (plan and not job.serves_for)]
     notes = words.passes(job, [*offline, *([] if job.is_first_hour else fits)])
     for cloud_checker in (type_is_offered, bucket_is_near, secrets_exist, *([account.may] if vms else [])):
@@ -68,6 +69,16 @@ def servers_are_whole(job: Job) -> Iterator[str]:
             "-- --weights_from=/FOLDER, one that the trainer and all servers have mounted",
         )
     yield f"serves for {job.serves_for}, whose command needs servers.* and secrets as docs/servers.md has them"
+
+
+def servers_have_jobs_of_their_own(job: Job) -> None:
+    """Checks that a job of TPU VMs is one server: its slices are requested, preempted and deleted together."""
+    if job.serves_for and job.slices > 1:
+        raise LaunchError(
+            f"--slices={job.slices} with --serves-for: where one slice is lost or has ended, all are requested anew or "
+            "deleted",
+            f"without --slices start one job a server, as --name={job.name}-0 and --name={job.name}-1",
+        )
 
 
 def first_hour_has_one_host(job: Job) -> Iterator[str]:

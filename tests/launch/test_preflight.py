@@ -99,6 +99,11 @@ SECRETS = " ".join(f"--secret={name}=x" for name in SERVERS_SECRETS)
             f"{SERVERS} --serves-for=rpg-4b-w0 {SECRETS}",
             "--serves-for=rpg-4b-w0 is this job itself; --name=rpg-4b-w0-s",
         ),
+        (
+            f"{SERVERS} --slices=2 {SECRETS}",
+            "--slices=2 with --serves-for: where one slice is lost or has ended, all are requested anew or deleted; "
+            "without --slices start one job a server, as --name=rpg-4b-w0-0 and --name=rpg-4b-w0-1",
+        ),
         (f"{SERVERS} --serves-for=Rpg/4b {SECRETS}", "--serves-for='Rpg/4b' is not the name of a run"),
         (
             f"{SERVERS} --secret=RPG_JAX_API_KEY=x",
@@ -121,9 +126,8 @@ def test_mistakes_in_the_options_of_servers(cloud, options, line):
 def test_servers_need_a_config_that_fits_one_slice_whatever_rows_an_update_has(cloud):
     four = "--config=configs/tiny.py --config.rollout.prompts_per_step=2 --config.rollout.group_size=2"
     own = "--weights_from=/mnt/w --idle=60"
-    assert (
-        cloud.run(f"up --no-watch --dry-run {SERVERS} --slices=8 {SECRETS} -- {four} --config.mesh.fsdp 4 {own}") == 0
-    )
+    up = f"up --no-watch --dry-run {SERVERS} --slices=8 --cluster=c --image=i:1 {SECRETS}"
+    assert cloud.run(f"{up} -- {four} --config.mesh.fsdp 4 {own}", "xpk") == 0
     assert cloud.run(f"up --no-watch {SERVERS} {SECRETS} -- {own}") == 1 and "no --config" in cloud.errors()[0]
     assert cloud.run(f"up --no-watch {SERVERS} {SECRETS} -- {four} --config.mesh.fsdp=3 {own}") == 1
     assert "fsdp 3 x expert 1 x context 1 x tensor 1 does not cover 4" in cloud.errors()[0]

@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from cloud import files, tpu
-from cloud.job import Job
+from cloud import tpu
 from cloud.shell import Shell
 
 TPU = "--type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b"
@@ -94,13 +93,6 @@ def test_workers_delete_their_own_tpu_when_the_run_has_ended(cloud):
     run = (cloud.home / "staging" / "run.sh").read_text(encoding="utf-8")
     assert "--free=gcloud compute tpus queued-resources delete rpg-4b --zone=us-east5-a" in run
     assert " --deadline=0 " in run and "no limit: --max-hours=N" in cloud.err
-
-
-@pytest.mark.parametrize(("slices", "frees"), [(1, True), (2, False)])
-def test_a_server_that_ends_does_not_delete_the_servers_of_other_slices(slices, frees):
-    where = {"type": "v5p-8", "zone": "us-east5-a", "project": "p", "bucket": "gs://mine", "slices": slices}
-    script = files.run_script(Job(name="w", serves_for="rpg-4b", **where))
-    assert ("queued-resources delete" in script) == frees
 
 
 def test_a_limit_of_hours_is_a_time_on_the_workers_and_has_its_price(cloud):
