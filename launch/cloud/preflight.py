@@ -115,7 +115,8 @@ def config_fits(job: Job) -> Iterator[str]:
         yield "config not checked: there is no .venv here (python3 launch/install.py makes one)"
         return
     slices = 1 if job.serves_for else job.slices  # each is a server by itself
-    done = resolve(job.config, job.slice.chips * slices, slices)
+    serves = ("--serves",) if job.serves_for else ()
+    done = resolve((*job.config, *serves), job.slice.chips * slices, slices)
     if done.returncode:
         raise LaunchError(f"the config does not resolve: {done.stderr.strip().splitlines()[-1]}")
     resolved = json.loads(done.stdout)

@@ -18,20 +18,27 @@ def resolved(argv: list[str]) -> dict[str, Any]:
     """The config, the sizes of the training mesh's axes, the shards of rows, and `copied`.
 
     Raises:
-      ValueError: an argument that the trainer does not take, or a mesh that the chips cannot form.
+      ValueError: an argument that the trainer does not take, a config that it refuses, or a mesh that the chips cannot
+        form. Files of problems and weights are not read.
     """
     parser = cli.parser("train", __doc__)
     parser.add_config()
     parser.add_argument("--chips", type=int, required=True, help="of all slices")
     parser.add_argument("--slices", type=int, default=1, help="TPU slices")
+    parser.add_switch("serves", help="the config is a server's, which trains nothing")
     options = parser.read(argv)
     loaded = cli.load_config(options)
     if loaded is None:
         raise ValueError("--config=configs/... is missing")
     from rpg_jax import parallel  # loads JAX: wrong flags need not wait for it
-    from rpg_jax.runs import resolve
+    from rpg_jax.runs import problems, reinforcement, resolve
 
-    resolve.resolve(loaded.config)
+    config = resolve.resolve(loaded.config)
+    if not options.serves:  # what the trainer refuses at its start
+        resolve.check_sampling(config)
+        reinforcement.check_rows(config)
+        if config.task.name in problems.GENERATED:  # reads no files
+            problems.Task.from_config(config, train=False)
     fields = json.loads(loaded.config.to_json_best_effort())
     mesh = parallel.mesh_sizes(fields["mesh"], options.chips - fields["rollout"]["devices"], options.slices)
     row_shards = parallel.shards("batch", mesh, parallel.parse_rules(fields["sharding"]))

@@ -186,6 +186,12 @@ def test_no_field_of_a_config_is_taken_for_a_secret():
             "--config=configs/tiny.py --config.run.name=other",
             "--config.run.name=other: the launcher sets this field; use --name",
         ),
+        (
+            "--config=configs/tiny.py --config.mesh.fsdp=-1 --config.rollout.top_p=0.9",
+            "rollout.top_p=0.9 cuts the dist",
+        ),
+        ("--config=configs/tiny.py --config.mesh.fsdp=-1 --config.train.packed_length=8", "cannot hold a prompt with"),
+        ("--config=configs/tiny.py --config.mesh.fsdp=-1 --config.task.operations=x", "operators must be one or more"),
         ("--config=configs/tiny.py --config.wandb_api_key=abc", "--config.wandb_api_key looks like a secret"),
     ],
 )
