@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rpg_jax.rollout.servers.client import Caller, Client, Look, Refused, ServerError, Unavailable
-from rpg_jax.rollout.servers.protocol import Aborted, Probe, Unusable
+from rpg_jax.rollout.servers.protocol import Aborted, Loadable, Probe, Unusable
 from rpg_jax.rollout.servers.server import STRIKES, Kind, Server
 
 _MOST_FAULTS = 4  # of one request at healthy servers: more come from the request, or the servers' program
@@ -20,23 +20,6 @@ _TICK_SECONDS = 0.1  # between two looks at the calls that wait for a server
 _SAY_AFTER, _SAY_EVERY = 5.0, 60.0  # seconds without a server
 
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True)
-class Loadable:
-    """Weights that servers load.
-
-    Attributes:
-      folder: the path of the folder that servers read.
-      label: a name for the folder's contents; "" if servers have the weights already and load nothing.
-      checksum: the 64-bit checksum of the weights, which answers of this project's own servers must name.
-      probe: a question, and its answer by these weights, which tests a server after each load; None: no test.
-    """
-
-    folder: str
-    label: str
-    checksum: int
-    probe: Probe | None = None
 
 
 @dataclasses.dataclass(frozen=True)

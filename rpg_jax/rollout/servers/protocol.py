@@ -258,6 +258,23 @@ class Probe:
         return Difference(float(np.mean([far for far, *_ in found])), *max(found)[1:])
 
 
+@dataclasses.dataclass(frozen=True)
+class Loadable:
+    """Weights that servers load.
+
+    Attributes:
+      folder: the path of the folder that servers read.
+      label: a name for the folder's contents; "" if servers have the weights already and load nothing.
+      checksum: the 64-bit checksum of the weights, which answers of this project's own servers must name.
+      probe: a question, and its answer by these weights, which tests a server after each load; None: no test.
+    """
+
+    folder: str
+    label: str
+    checksum: int
+    probe: Probe | None = None
+
+
 def prober(
     graphdef: Any,
     config: DecoderConfig,

@@ -16,9 +16,9 @@ from rpg_jax.rewards.callables import Background
 from rpg_jax.rollout.request import Request, Row
 from rpg_jax.rollout.rollout import Rollout
 from rpg_jax.rollout.schedule import Finish
-from rpg_jax.rollout.servers.balance import Balance, Loadable
+from rpg_jax.rollout.servers.balance import Balance
 from rpg_jax.rollout.servers.client import Caller, Client, Refused, ServerError, Unavailable
-from rpg_jax.rollout.servers.protocol import ScoreRequest, TurnRequest
+from rpg_jax.rollout.servers.protocol import Loadable, ScoreRequest, TurnRequest
 from rpg_jax.rollout.servers.server import KINDS
 from rpg_jax.rollout.servers.weight_folders import WeightFolders
 from rpg_jax.rollout.serving.access import ApiKey

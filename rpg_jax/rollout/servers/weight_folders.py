@@ -17,8 +17,7 @@ import numpy as np
 from rpg_jax.models import Base, Saving
 from rpg_jax.models.hf_saving import LAST
 from rpg_jax.parallel import hosts
-from rpg_jax.rollout.servers.balance import Loadable
-from rpg_jax.rollout.servers.protocol import Probe
+from rpg_jax.rollout.servers.protocol import Loadable, Probe
 from rpg_jax.rollout.weights import Params, RolloutError, Weights, weights_checksum
 from rpg_jax.storage import errors
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from rpg_jax.rollout import RolloutError
-from rpg_jax.rollout.servers import balance, client
+from rpg_jax.rollout.servers import balance, client, protocol
 from rpg_jax.rollout.servers.client import Caller, Client, Unavailable, source
 from rpg_jax.rollout.servers.server import KINDS, Server
 from rpg_jax.rollout.serving.access import ApiKey
@@ -433,7 +433,7 @@ def test_an_error_that_ends_the_balance_is_the_error_of_all_that_waits_and_comes
 
     async def ask():
         made = balance.Balance(["http://127.0.0.1:1"], Client(timeout=1), KINDS["vllm"], parallel=1, patience=60)
-        made.use(balance.Loadable("", "", 0))
+        made.use(protocol.Loadable("", "", 0))
         running = asyncio.create_task(made.run())
         try:
             for _ in range(2):
