@@ -200,7 +200,7 @@ def _append(implementation: str, dtype: str, *, S: int, C: int, N: int, K: int, 
 
 
 def _experts(implementation: str, dtype: str, *, M: int, E: int, D: int, F: int) -> Step:
-    """Returns a call: rows times their experts' matrices, with both gradients. Experts get unlike numbers of rows."""
+    """Makes a call that multiplies rows by their experts' matrices, with both gradients. Experts get unequal shares."""
     rows, matrices, weight = _normal(dtype, (M, D), (E, D, F), (M, F))
     shares = np.random.default_rng(0).dirichlet(np.ones(E))
     counts = jnp.asarray(np.floor(shares * (M - 5)), jnp.int32)  # the last rows belong to no expert

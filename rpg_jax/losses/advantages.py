@@ -40,7 +40,7 @@ LEARNED_ADVANTAGES = Table(Declared)
 @ADVANTAGES.declare(r"R_i - \tfrac1G \textstyle\sum_j R_j")
 def group_mean(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
     """R_i − mean of the group's counted rewards, f[P, G] as the rewards (RPG, arXiv:2505.17508). The result
-    is 0 if these are equal, the reward if G = 1, and undefined where `counted` bool[P, G] (None: all) is False."""
+    is 0 for equal rewards, the reward if G = 1, and undefined where `counted` bool[P, G] (None: all) is False."""
     if rewards.shape[1] == 1:
         return rewards
     one = rewards[:, :1]
@@ -147,7 +147,7 @@ def whitened_returns(rewards: jax.Array, lengths: jax.Array) -> jax.Array:
 @ADVANTAGES.declare(r"\mathrm{whiten}_\mathrm{tokens}(R_i - \mathrm{mean}_\mathrm{group}(R))", over="batch")
 def whitened_group_mean(rewards: jax.Array, lengths: jax.Array, counted: jax.Array | None = None) -> jax.Array:
     """`group_mean`, whitened over tokens; f[P, G] (the baseline variant of REINFORCE++, arXiv:2501.03262). `lengths`
-    i32[P, G] is the number of trained tokens, 0 where `counted` bool[P, G] (None: all) is False: undefined there."""
+    i32[P, G] counts the trained tokens. The result is undefined where `counted` bool[P, G] (None: all) is False."""
     return whiten(group_mean(rewards, counted), lengths)
 
 

@@ -83,7 +83,7 @@ class KVCache:
         return jax.tree.leaves(self.keys)[0].shape[-1]
 
     def unstacked(self) -> KVCache:
-        """Returns the cache with an array a layer, for updates in place. Raises ValueError for an int8 cache."""
+        """Returns the cache with an array per layer, to update in place. Raises ValueError for an int8 cache."""
         if self.scales:
             raise ValueError("an int8 cache is not unstacked: its scales are read from one array of all layers")
         return replace(self, keys=tuple(self.keys), values=tuple(self.values))

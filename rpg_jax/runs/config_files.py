@@ -180,6 +180,10 @@ optional = functools.partial(Unset, by_method=False)
 from_method = functools.partial(Unset, by_method=True)
 
 
+def _one_of(names: Sequence[str]) -> str:
+    return "One of " + ", ".join(name or '""' for name in names) + "."
+
+
 @dataclasses.dataclass(frozen=True)
 class Field:
     """The declaration of one config field.
@@ -228,8 +232,8 @@ class Field:
     def values(self) -> str:
         """The choices, "One of a, b.", or the range, "In [0, 1)."; "" if the field takes every value of its type."""
         names = table_names().get(self.choices) if isinstance(self.choices, str) else self.choices
-        names = [name or '""' for name in (self.names if names is None else names)]
-        return f"One of {', '.join(names)}." if names else f"In {self.range}." if self.range else ""
+        names = self.names if names is None else names
+        return _one_of(names) if names else f"In {self.range}." if self.range else ""
 
     def check(self, name: str, value: Any) -> None:
         """Raises ValueError if `value` is no choice, is outside the range, or is None though the default is a value.
@@ -241,8 +245,7 @@ class Field:
         if names and value not in names and value is not None:
             close = difflib.get_close_matches(str(value), names, n=1)
             nearest = f"did you mean {close[0]!r}? " if close else ""
-            known = ", ".join(name or '""' for name in names)
-            raise ValueError(f"{name}={value!r}: {nearest}One of {known}.")
+            raise ValueError(f"{name}={value!r}: {nearest}{_one_of(names)}")
         if self.range and value is not None:
             from rpg_jax.losses.declaration import Range  # it loads JAX: --help need not wait for it
 

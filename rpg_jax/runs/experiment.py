@@ -173,8 +173,8 @@ def open_tokenizer(config: ConfigDict, task: Task, run_dir: Path | None = None) 
         prompts = (m["content"] for own in (task.train, *task.held_out.values()) for p in own for m in p.opening)
         if unknown := set().union(*prompts) - set("\n").union(*texts):
             raise ValueError(
-                f"task.name={config.task.name}: prompts have {''.join(sorted(unknown))[:40]!r}, and the texts to train "
-                "a tokenizer on have not: `texts()` of a task needs every character"
+                f"task.name={config.task.name}: prompts have {''.join(sorted(unknown))[:40]!r}, which the texts to "
+                "train a tokenizer on lack: `texts()` of a task needs every character"
             )
         data.train_sentencepiece(texts, file)
     content = hosts.all_gather_bytes(file.read_bytes() if hosts.is_first() else b"")[0]

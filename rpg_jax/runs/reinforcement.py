@@ -86,8 +86,8 @@ def run(config: ConfigDict, functions: Functions = NO_FUNCTIONS, on_step: OnStep
 def make_trainer(experiment: Experiment, session: Session) -> tuple[_ReinforcementTrainer, Any]:
     """Returns (the trainer of a run, its trained arrays before the first step: all weights or the adapters; zeros if a
     checkpoint has them). A new run loads or draws its weights here, and may train its warm start; inputs.json gets the
-    checksum of the weights, or of the base of adapters. With the session end the rollout, the scorer, the collector and
-    a teacher's threads. Raises ValueError if a part refuses the config."""
+    checksum of the weights, or of the base of adapters. The rollout, the scorer, the collector and a teacher's threads
+    end with the session. Raises ValueError if a part refuses the config."""
     folder, checkpointing, closing = session.folder, session.checkpointing, session.closing
     config, compilations, parent = experiment.config, CompilationCounter(), checkpointing.parent
     new, needs_weights = checkpointing.is_new, checkpointing.needs_weights
@@ -116,9 +116,17 @@ def make_trainer(experiment: Experiment, session: Session) -> tuple[_Reinforceme
         learner.optimizer,
         make_drift(experiment, algorithm, folder, parent.step if parent else 0) if config.evaluation.drift else None,
     )
-    parts: dict[str, Any] = {"learner": learner, "guard": guard, "last": config.train.steps, "reference": reference}
-    parts |= {"held_out": held_out, "checkpointing": checkpointing, "compilations": compilations}
-    return _ReinforcementTrainer(algorithm=algorithm, **parts), params
+    trainer = _ReinforcementTrainer(
+        learner=learner,
+        guard=guard,
+        last=config.train.steps,
+        reference=reference,
+        algorithm=algorithm,
+        held_out=held_out,
+        checkpointing=checkpointing,
+        compilations=compilations,
+    )
+    return trainer, params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ _BUFFER = 512
 def resolve(config: ConfigDict) -> ConfigDict:
     """A locked copy of `config` that `with_method` has filled in. Raises ValueError if the method or a reward is
     unknown, the loss or a reward does not take a field that was set, a value is outside its field's range, or two
-    fields contradict each other. The message has the known names or the range. Other public checks are not called."""
+    fields contradict each other. The message has the known names or the range. Not called: the public `check_…`."""
     resolved = with_method(config)
     _check_fields(resolved)
     _check_counts(resolved)

@@ -174,9 +174,9 @@ def _own_cache() -> Path | str:
 def open_run(config: ConfigDict, folder: storage.Folder) -> None:
     """Makes or reopens the folder of a run and writes `config.json` and `versions.json` into it. One process calls it.
     An earlier run of the name is moved to `replaced`, beside the runs, if `run.overwrite` is set, or if the earlier run
-    has another config and never took a step. Other files in the folder stay. Raises ValueError if a
-    folder to move is not known to be a run, and without `run.overwrite` if a run that took a step has another config:
-    the message has the fields that differ."""
+    has another config and never took a step. Other files in the folder stay. Raises ValueError if a folder to move is
+    not known to be a run. Raises ValueError without `run.overwrite` if a run that took a step has another config: the
+    message has the fields that differ."""
     folder.fetch()
     resolved, file = as_json(config), folder.files / "config.json"
     found = file.exists() or (folder.home / "checkpoints").exists()

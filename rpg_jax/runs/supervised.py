@@ -64,8 +64,8 @@ def run(config: ConfigDict) -> int:
 
 def make_trainer(experiment: Experiment, session: Session) -> tuple[_SupervisedTrainer, Any]:
     """(the trainer of a run, its first weights: random, loaded, or zeros for a run that resumes). Tokenizes all
-    demonstrations to check them, and says on stderr how many of them are cut. With the session end the rollout and the
-    scorer of evaluations. Raises ValueError if there is no demonstration."""
+    demonstrations to check them, and says on stderr how many of them are cut. The rollout and the scorer of evaluations
+    end with the session. Raises ValueError if there is no demonstration."""
     tell_cuts(experiment)
     guard = Guard(math.inf, remedy="lower warm_start.learning_rate")
     batches = Demonstrations(experiment, experiment.config.warm_start.epochs)
@@ -80,8 +80,17 @@ def make_trainer(experiment: Experiment, session: Session) -> tuple[_SupervisedT
         session.closing.callback(own.close)
         generate = evaluation_generator(experiment, own, scorer)
         held_out = HeldOut(sets, generate, learner.optimizer, log=session.log)
-    parts: dict[str, Any] = {"learner": learner, "guard": guard, "last": last, "programs": programs, "log": session.log}
-    return _SupervisedTrainer(experiment=experiment, batches=batches, held_out=held_out, **parts), params
+    trainer = _SupervisedTrainer(
+        learner=learner,
+        guard=guard,
+        last=last,
+        experiment=experiment,
+        programs=programs,
+        batches=batches,
+        held_out=held_out,
+        log=session.log,
+    )
+    return trainer, params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

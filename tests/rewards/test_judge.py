@@ -177,12 +177,13 @@ def test_a_deadline_holds_for_a_server_that_sends_byte_after_byte(begins, drippe
                     connection.sendall(dripped)
 
         threading.Thread(target=answer, daemon=True).start()
-        threading.Timer(2.0, given_up.set).start()
-        began = time.monotonic()
+        limit = threading.Timer(20.0, given_up.set)  # on busy cores too the judge has given up long before
+        limit.start()
         found = judged(f"http://127.0.0.1:{server.getsockname()[1]}", items(1), deadline_seconds=0.2)
-        seconds = time.monotonic() - began
+        in_time = not given_up.is_set()
+        limit.cancel()
         given_up.set()
-    assert found == [(None, error)] and seconds < 1.5
+    assert found == [(None, error)] and in_time
 
 
 @pytest.mark.parametrize("reply", [b"{", b"[" * 100_000, {"scores": [1.0]}, {"scores": [1, "x"]}, {"other": 1}])

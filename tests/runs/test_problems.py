@@ -233,7 +233,7 @@ def test_a_class_of_ones_own_makes_the_problems_and_the_demonstrations(tmp_path,
     assert [text for _, text in Task.from_config(config).examples(task.train)] == ["7 4", "7 6", "7 8"]
     config.task.name = "own_task:Quiet"
     with pytest.raises(
-        ValueError, match=r"own_task:Quiet: prompts have '\+01234=', and the texts to train a tokenizer"
+        ValueError, match=r"own_task:Quiet: prompts have '\+01234=', which the texts to train a tokenizer"
     ):
         open_tokenizer(config, Task.from_config(config))
     for name, error in (

@@ -165,7 +165,7 @@ class _Endpoint:
             return web.json_response(await convert(self._admission, await _body(request)))
 
     async def answer(self, form: TextForm | ChatForm, request: web.Request) -> web.StreamResponse:
-        """Answers a request for completions in `form`, whole or as events. A later refusal is the last event."""
+        """Answers a request for completions in `form`, whole or as events. A refusal after an event is an event too."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
         try:
             with self._admission.request() as take:
