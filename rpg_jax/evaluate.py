@@ -85,7 +85,8 @@ def changes(options: argparse.Namespace, config: ConfigDict, given: Container[st
     `given` stay. Raises ValueError if --rewards names a file that is not there."""
     from rpg_jax.rewards.callables import in_file
     from rpg_jax.rewards.verifiers import deciding_part
-    from rpg_jax.runs import config_files, resolve
+    from rpg_jax.runs import config_files
+    from rpg_jax.runs.arguments import reward_arguments
 
     sets = options.sets is not None
     fields = {
@@ -101,7 +102,7 @@ def changes(options: argparse.Namespace, config: ConfigDict, given: Container[st
     if options.rewards and "rewards.accuracy" not in given:
         found["rewards.accuracy"] = None
     high, new = config.rewards.right_above, config_files.changed(config, found)
-    decides = {deciding_part(resolve.reward_arguments(c)[0], c.rewards.accuracy) for c in (config, new)}
+    decides = {deciding_part(reward_arguments(c)[0], c.rewards.accuracy) for c in (config, new)}
     if not (high is None or 0 <= high < 1 or len(decides) == 1 or "rewards.right_above" in given):
         found["rewards.right_above"] = None
     return found

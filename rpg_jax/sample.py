@@ -66,7 +66,8 @@ def chat(options: argparse.Namespace, loaded: config_files.Loaded | None) -> Non
     if (options.run, options.model, loaded).count(None) != 2:
         raise ValueError("--chat needs --run=runs/NAME, --model=NAME or --config=FILE, and one of them alone")
     from rpg_jax.runs import policy, run_folder  # loads JAX
-    from rpg_jax.runs.resolve import check_trusted, resolve
+    from rpg_jax.runs.arguments import check_trusted
+    from rpg_jax.runs.resolve import resolve
 
     if options.model:
         return talk(policy.Policy.from_pretrained(options.model), options.temperature, options.seed)

@@ -1,9 +1,10 @@
 """The size of the house. A ceiling is lowered when the code has become smaller, and never raised: delete first.
 
-It was raised five times: experiments had 3,800 lines before the programme on a pretrained model, which has 312, and
+It was raised six times: experiments had 3,800 lines before the programme on a pretrained model, which has 312, and
 4,060 before paths of every length had exact sums. The package had 38,000 before a KL that is summed over the
 vocabulary and a teacher as the reference, which have 470, and 37,844 before the docstrings of losses and of the step
 said their shapes and errors. It had 37,318 before some fifty defects were mended, which a reading of all code found.
+The 190 files, which is the aim, were 188 before two files of 400 lines that had two ideas each became four.
 """
 
 from pathlib import Path
@@ -34,10 +35,10 @@ def pages() -> list[Path]:
 @pytest.mark.parametrize(
     ("name", "found", "ceiling"),
     [
-        ("files of rpg_jax", lambda: len(sources("rpg_jax")), 188),
-        ("lines of rpg_jax", lambda: lines(sources("rpg_jax")), 37_101),
+        ("files of rpg_jax", lambda: len(sources("rpg_jax")), 190),
+        ("lines of rpg_jax", lambda: lines(sources("rpg_jax")), 37_136),
         ("lines of experiments and examples", lambda: lines(sources("experiments", "examples")), 3_842),
-        ("lines of the longest file", lambda: max(lines([path]) for path in sources("rpg_jax")), 408),
+        ("lines of the longest file", lambda: max(lines([path]) for path in sources("rpg_jax")), 402),
         ("config fields", lambda: len(config_files.fields()), 185),
         ("pages written by hand", lambda: len(pages()), 22),
     ],

@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import rich.box
@@ -21,8 +21,13 @@ from rich.text import Text
 from rpg_jax.data.prompts import TEMPLATES, Problem, encode_prompt, rendered
 from rpg_jax.data.rows import Report
 from rpg_jax.data.sources import HUB, SHARED_WORDS, decontaminate, load, write_parquet
+from rpg_jax.data.tokenizer import Tokenizer
+from rpg_jax.environments.stage import Stage
 from rpg_jax.report import screen
-from rpg_jax.runs import cli
+from rpg_jax.runs import cli, config_files
+from rpg_jax.runs.experiment import make_stage, open_tokenizer
+from rpg_jax.runs.problems import Task, listed
+from rpg_jax.runs.resolve import with_method
 
 _SHOWN_BAD = 10
 _SHOWN_CHARACTERS = 600
@@ -61,9 +66,7 @@ def inspect(options: argparse.Namespace, console: Console) -> None:
     without one, for sources beside a config that makes its problems, and as `load` does."""
     seen = None
     if options.config is not None:
-        from rpg_jax.runs import experiment  # loads JAX: inspecting without a config need not wait for it
-
-        seen = experiment.data_settings(options.config, options.overrides)
+        seen = _read(options.config, options.overrides)
         if seen.made and (options.sources or options.template or options.source):
             own = f"--config={options.config} makes its problems itself: leave out files, --template and --source"
             raise ValueError(f"{own}, or add --config.task.name=files")
@@ -86,6 +89,43 @@ def inspect(options: argparse.Namespace, console: Console) -> None:
             console.print(Text(line))
     for problem in problems[: options.examples]:
         console.print(_example(problem, seen))
+
+
+class _Seen(NamedTuple):
+    """How a config reads rows from `sources`, files or data sets, and shows them to the policy. A task that makes its
+    problems itself has no sources, and its training problems are `made`. `template` None keeps the data's own prompts.
+    `max_tokens` limits a demonstration. `stage` plays the environment; None: there is none."""
+
+    sources: list[str]
+    made: list[Problem]
+    template: str | None
+    tokenizer: Tokenizer
+    thinking: bool
+    max_prompt_tokens: int
+    max_tokens: int
+    stage: Stage | None
+
+
+def _read(file: str, overrides: Sequence[str]) -> _Seen:
+    """Reads the config in `file` with the flags `overrides`, as "--config.seed=1".
+
+    Loads the problems and the demonstrations, and starts the environment, which the caller closes. If neither
+    `model.tokenizer` nor `model.path` is set, a tokenizer is trained, and its file is deleted. Raises ValueError if the
+    config is wrong, or the problems or the environment could not start a run."""
+    config = with_method(config_files.load(file, overrides).config)
+    with config.unlocked():
+        config.warm_start.enabled = True  # so that the demonstrations are read as well
+    reads = config.task.name == "files"
+    task = Task.from_config(config, held_out=bool(config.task.held_out_sets))
+    made, stage = [] if reads else task.train, make_stage(config)
+    with contextlib.ExitStack() as failing:
+        if stage is not None:
+            task = task.opened(failing.enter_context(stage))
+        tokenizer = open_tokenizer(config, task)
+        failing.pop_all()  # from here on the caller closes the stage
+    t, limit = config.task, config.warm_start.max_tokens or config.rollout.max_tokens
+    sources = listed(f"{t.train or ''},{config.warm_start.train or ''}") if reads else []
+    return _Seen(sources, made, t.template, tokenizer, t.thinking, t.max_prompt_tokens, limit, stage)
 
 
 def _load(options: argparse.Namespace):
@@ -119,9 +159,9 @@ def _columns(report: Report) -> rich.table.Table:
     return table
 
 
-def _limits(problems: Sequence[Problem], seen: Any) -> Iterator[str]:
-    """Yields lines: how many prompts are too long for `seen`, a `DataSettings`, and how many demonstrations of rows."""
-    prompts = [len(encode_prompt(p, seen.tokenizer, thinking=seen.thinking)) for p in problems]
+def _limits(problems: Sequence[Problem], seen: _Seen) -> Iterator[str]:
+    """Yields lines: how many prompts are too long for the config, and how many demonstrations of rows."""
+    prompts = _prompt_tokens(problems, seen)
     long = sum(n > seen.max_prompt_tokens for n in prompts)
     yield f"{long} of {len(prompts)} prompts are longer than task.max_prompt_tokens={seen.max_prompt_tokens}"
     shown = [len(seen.tokenizer.encode(text)) + 1 for p in problems for text in p.demonstrations]
@@ -130,7 +170,11 @@ def _limits(problems: Sequence[Problem], seen: Any) -> Iterator[str]:
         yield f"{cut} of {len(shown)} demonstrations are cut off after {seen.max_tokens} tokens (warm_start.max_tokens)"
 
 
-def _lengths(problems: Sequence[Problem], seen: Any) -> rich.table.Table:
+def _prompt_tokens(problems: Sequence[Problem], seen: _Seen) -> list[int]:
+    return [len(encode_prompt(p, seen.tokenizer, thinking=seen.thinking)) for p in problems]
+
+
+def _lengths(problems: Sequence[Problem], seen: _Seen | None) -> rich.table.Table:
     lengths = {
         "prompt, characters": [len(p.prompt) for p in problems],
         "question, characters": [len(p.question) for p in problems],
@@ -155,7 +199,7 @@ def _bad_rows(report: Report) -> rich.table.Table:
     return table
 
 
-def _example(problem: Problem, seen: Any) -> rich.table.Table:
+def _example(problem: Problem, seen: _Seen | None) -> rich.table.Table:
     table = _table(f"problem {problem.prompt_id}", "field", "value")
     fields = {name: str(getattr(problem, name)) for name in ("source", "samples", "system", "prompt", "answer")}
     fields |= dict(zip(("demonstration",), problem.demonstrations, strict=False))

@@ -78,7 +78,7 @@ class Parent:
         The run must be of rpg_jax.train, `train.steps` above the step, and optimizer, adapters, learned advantage,
         tokenizer and frozen weights the parent's. Where steps decide the learning rate, the updates of a step must be
         too. No array is read: `state` compares the shapes of the arrays. `inputs`: the digests of the branch's inputs,
-        as `experiment.check_inputs` returns them."""
+        as `inputs.check_inputs` returns them."""
         if not {"stream", "reference"} <= self.record.keys():
             raise ValueError(self._refused("it is no run of rpg_jax.train, and has no position to go on from"))
         if config.train.steps <= self.step:

@@ -27,11 +27,12 @@ from rpg_jax.rewards import callables, verifiers
 from rpg_jax.rewards.scorer import Scorer
 from rpg_jax.rollout import Rollout, capacity
 from rpg_jax.runs import run_folder
-from rpg_jax.runs.experiment import Experiment, evaluation_generator, make_rollout, make_scorer, problems_digest
+from rpg_jax.runs.arguments import own_code, reward_arguments
+from rpg_jax.runs.experiment import Experiment, evaluation_generator, make_rollout, make_scorer
+from rpg_jax.runs.inputs import problems_digest
 from rpg_jax.runs.logs import RunLog, completion_entries
 from rpg_jax.runs.memory import make_decoding
 from rpg_jax.runs.policy import Policy
-from rpg_jax.runs.resolve import own_code, reward_arguments
 from rpg_jax.storage import naming, write_atomically
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.storage.files import read_object, to_json

@@ -15,9 +15,10 @@ from ml_collections import ConfigDict
 from rpg_jax import data, losses, models, storage
 from rpg_jax.models.lora import init_adapters, load_adapters, merged
 from rpg_jax.models.weights import quantized
+from rpg_jax.runs.arguments import loss_arguments
 from rpg_jax.runs.checkpointing import Parent
 from rpg_jax.runs.layout import Layout, abstract_model, reference_layout, teacher_folder
-from rpg_jax.runs.resolve import lags, loss_arguments
+from rpg_jax.runs.resolve import lags
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.training.critic import Critic
 from rpg_jax.training.objective import Objective, mean_fn, policy_loss_fn

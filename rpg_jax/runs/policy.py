@@ -23,7 +23,9 @@ from rpg_jax.rollout.decoding import capacity, power_of_two
 from rpg_jax.rollout.drivers import LockstepRollout, make_rollout
 from rpg_jax.rollout.engine import DecodeEngine
 from rpg_jax.runs import cli, config_files, run_folder
-from rpg_jax.runs.experiment import Experiment, check_inputs, open_experiment
+from rpg_jax.runs.arguments import check_trusted
+from rpg_jax.runs.experiment import Experiment, open_experiment
+from rpg_jax.runs.inputs import check_inputs
 from rpg_jax.runs.layout import Layout, shares_prompts
 from rpg_jax.runs.learner import (
     first_adapters,
@@ -36,7 +38,7 @@ from rpg_jax.runs.learner import (
 )
 from rpg_jax.runs.memory import cache_bytes, make_decoding
 from rpg_jax.runs.processes import fast_dtype
-from rpg_jax.runs.resolve import check_trusted, resolve
+from rpg_jax.runs.resolve import resolve
 from rpg_jax.storage import integrity
 from rpg_jax.training.objective import Objective, supervised_loss
 from rpg_jax.training.state import for_evaluation

@@ -20,7 +20,8 @@ from rpg_jax.environments import Message
 from rpg_jax.environments.stage import Stage
 from rpg_jax.rewards import verifiers
 from rpg_jax.rewards.callables import load
-from rpg_jax.runs.resolve import named_in_errors, reward_arguments
+from rpg_jax.runs.arguments import reward_arguments
+from rpg_jax.runs.resolve import named_in_errors
 
 Demonstration = str | Sequence[Message]
 """One turn as text, or the messages after a prompt, of which supervised training imitates the assistant's."""

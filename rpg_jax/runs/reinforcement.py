@@ -16,17 +16,11 @@ from rpg_jax.rewards.scorer import Scorer
 from rpg_jax.rewards.verifiers import ENVIRONMENT, NO_FUNCTIONS, Functions
 from rpg_jax.rollout import weights_checksum
 from rpg_jax.runs import processes
+from rpg_jax.runs.arguments import loss_arguments, reward_arguments
 from rpg_jax.runs.checkpointing import Checkpointing
 from rpg_jax.runs.evaluation import Drift, HeldOut
-from rpg_jax.runs.experiment import (
-    Experiment,
-    entered,
-    evaluation_generator,
-    make_generator,
-    make_rollout,
-    make_scorer,
-    note_start,
-)
+from rpg_jax.runs.experiment import Experiment, entered, evaluation_generator, make_generator, make_rollout, make_scorer
+from rpg_jax.runs.inputs import note_start
 from rpg_jax.runs.layout import packing_shape, teacher_folder
 from rpg_jax.runs.learner import (
     Learner,
@@ -40,7 +34,7 @@ from rpg_jax.runs.learner import (
     open_teacher,
 )
 from rpg_jax.runs.rehearsal import open_rehearsal
-from rpg_jax.runs.resolve import check_sampling, lags, loss_arguments, resolve, reward_arguments
+from rpg_jax.runs.resolve import check_sampling, lags, resolve
 from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
 from rpg_jax.runs.session import CompilationCounter, OnStep, Session, Trainer, host_metrics
 from rpg_jax.runs.warm_start import drawn_base, warm_started

@@ -26,8 +26,9 @@ from rpg_jax import storage
 from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import AROUND, START_FROM, Run, flat
 from rpg_jax.runs import cli, config_files, run_names
+from rpg_jax.runs.arguments import json_object
 from rpg_jax.runs.config_files import Unset
-from rpg_jax.runs.resolve import check_training, json_object
+from rpg_jax.runs.resolve import check_training
 from rpg_jax.storage.checkpoints import committed_steps
 from rpg_jax.storage.files import finite, read_if_there, read_object, to_json
 from rpg_jax.storage.leases import Lease

@@ -24,7 +24,8 @@ from rpg_jax.report.run_files import Run
 from rpg_jax.rollout import weights_checksum
 from rpg_jax.runs import cli
 from rpg_jax.runs.checkpointing import Checkpointing
-from rpg_jax.runs.experiment import Experiment, check_inputs, note_start
+from rpg_jax.runs.experiment import Experiment
+from rpg_jax.runs.inputs import check_inputs, note_start
 from rpg_jax.runs.learner import Learner
 from rpg_jax.runs.logs import RunLog, chosen_steps, plain, trackers_of
 from rpg_jax.runs.processes import StopRequest, Watchdog

@@ -29,10 +29,11 @@ from rpg_jax.report.progress import Progress
 from rpg_jax.rewards.scorer import Scorer
 from rpg_jax.rewards.verifiers import JUDGE
 from rpg_jax.rollout import Rollout
-from rpg_jax.runs.experiment import Experiment, code_digests, files_digest, input_digests, make_generator, make_rollout
+from rpg_jax.runs.arguments import reward_arguments
+from rpg_jax.runs.experiment import Experiment, make_generator, make_rollout
+from rpg_jax.runs.inputs import code_digests, files_digest, input_digests
 from rpg_jax.runs.layout import Layout
 from rpg_jax.runs.learner import init_params
-from rpg_jax.runs.resolve import reward_arguments
 from rpg_jax.runs.supervised import Demonstrations, several, supervised_config, supervised_learner, tell_cuts
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.storage.errors import StorageFailure

@@ -13,8 +13,9 @@ import rpg_jax
 from configs import tiny
 from examples import own_loss
 from rpg_jax import losses
+from rpg_jax.runs.arguments import loss_arguments
 from rpg_jax.runs.learner import policy_objective
-from rpg_jax.runs.resolve import loss_arguments, resolve, with_method
+from rpg_jax.runs.resolve import resolve, with_method
 
 OWN, MEDIAN = "examples.own_loss:tempered", "examples.own_loss:median_baseline"
 

@@ -19,8 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from configs import tiny
 from rpg_jax import data, models, parallel
+from rpg_jax.runs.arguments import loss_arguments
 from rpg_jax.runs.learner import policy_objective
-from rpg_jax.runs.resolve import loss_arguments, resolve, with_method
+from rpg_jax.runs.resolve import resolve, with_method
 from rpg_jax.training.loop import Algorithm, add_advantages, add_logprobs
 from rpg_jax.training.objective import Objective, advantages_fn
 from rpg_jax.training.optimizer import make_optimizer

@@ -11,8 +11,9 @@ from configs import qwen3_4b_2k, tiny
 from rpg_jax import losses
 from rpg_jax.rewards import verifiers
 from rpg_jax.runs import config_files, reinforcement
+from rpg_jax.runs.arguments import loss_arguments, reward_arguments
 from rpg_jax.runs.reinforcement import check_rows
-from rpg_jax.runs.resolve import check_sampling, check_training, loss_arguments, resolve, reward_arguments
+from rpg_jax.runs.resolve import check_sampling, check_training, resolve
 
 
 def resolved(**changes):

@@ -13,7 +13,7 @@ from rpg_jax.data import Problem, fingerprint
 from rpg_jax.models.config import DecoderConfig
 from rpg_jax.rewards.verifiers import VERIFIERS
 from rpg_jax.runs import config_files, evaluation, run_folder
-from rpg_jax.runs.experiment import problems_digest
+from rpg_jax.runs.inputs import problems_digest
 from rpg_jax.runs.resolve import resolve
 from rpg_jax.storage import write_atomically
 from rpg_jax.storage.leases import _File

@@ -11,7 +11,7 @@ from configs import tiny
 from rpg_jax import data
 from rpg_jax.models import DecoderConfig, Rope
 from rpg_jax.rewards.callables import source_digests
-from rpg_jax.runs.experiment import check_inputs, model_digest, problems_digest
+from rpg_jax.runs.inputs import check_inputs, model_digest, problems_digest
 from rpg_jax.runs.problems import Task
 
 PROBLEMS = [data.Problem(i, f"{i}+1=", str(i + 1), "t") for i in range(4)]
