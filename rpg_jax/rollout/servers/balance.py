@@ -105,8 +105,9 @@ class Balance:
     def counts(self) -> dict[str, float]:
         """Returns `answering`, the number of sound servers now, see `Server.is_sound`. For the time since the last call
         of `counts`: the numbers of answered `requests`, `refused` calls, `failures` of servers and `loads` of weights;
-        `longest_idle`, the longest time, in seconds, for which a server that did not rest had no call while requests
-        waited; and, if the weights have a probe, `probe_gap`, the largest `Difference.mean` of a server, in nats."""
+        `longest_idle`, the longest time, in seconds, for which a server that neither rested nor had refused had no call
+        while requests waited that it had not failed; and, if the weights have a probe, `probe_gap`, the largest
+        `Difference.mean` of a server, in nats."""
         taken, self._counts = self._counts, Counter()
         idle, self._longest_idle = self._longest_idle, 0.0
         alive = sum(server.is_sound for server in list(self._servers.values()))
@@ -127,8 +128,9 @@ class Balance:
                 if callable(self._addresses) and now >= followed:
                     followed = now + _FOLLOW_SECONDS
                     await self._look(self._addresses)
+                waiting = self._waiting
                 for server in self._servers.values():
-                    if server.resting or server.calls or not self._waiting:
+                    if server.resting or server.calls or now < server.until or all(server in w.failed for w in waiting):
                         server.idle = now
                     self._longest_idle = max(self._longest_idle, now - server.idle)
                 if self._waiting:

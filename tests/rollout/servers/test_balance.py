@@ -186,9 +186,14 @@ def test_a_request_never_returns_to_a_server_that_failed_it_while_another_lives(
     def fails(path, body):
         return (500, {}) if path == COMPLETIONS and len(body["prompt"]) == 5 else None
 
-    servers = [stand_in(fails), stand_in(lambda path, body: time.sleep(0.02) if path == COMPLETIONS else None)]
-    rollout = served(*(server.url for server in servers), parallel=2)
+    def takes_time(path, body):
+        if path == COMPLETIONS:
+            time.sleep(0.25 if len(body["prompt"]) == 5 else 0.02)
+
+    servers = [stand_in(fails), stand_in(takes_time)]
+    rollout = served(*(server.url for server in servers), parallel=2, rest=0.01)
     assert same(rollout.generate(MANY), MANY)
+    assert rollout.take_counts()["servers/longest_idle"] < 0.25, "all that waits has failed at the first"
     at_first = [body["seed"] for path, body in servers[0].calls if path == COMPLETIONS and len(body["prompt"]) == 5]
     assert at_first and len(at_first) == len(set(at_first))
 
