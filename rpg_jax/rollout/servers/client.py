@@ -41,7 +41,7 @@ class Unavailable(Exception):
       after: the seconds that the server asks to wait; 0 if it does not ask.
       busy: whether the server lives and has no room (429). Otherwise the server may have been started anew.
       fault: whether the request itself may be the cause: the server accepted the connection and gave no answer in
-        time, answered 500, broke the completion off, or answered by other weights.
+        time, answered 500, broke the completion off, or answered by other weights. A call for the health has none.
     """
 
     def __init__(self, message: str, *, status: int = 0, after: float = 0.0, fault: bool = False):
@@ -173,6 +173,7 @@ class Caller:
         """Sends a request, and returns the answer's status, its content, and the time of the connection. Raises
         Unavailable without an answer in `timeout` seconds, and for a status in `_PASSES`."""
         noted, limit = SimpleNamespace(connected=None, broken=False), asyncio.timeout(timeout)
+        asks = body is not None  # a call for the health has nothing of a request
         try:
             async with limit:
                 self._under_way[limit] = noted
@@ -183,7 +184,7 @@ class Caller:
                 raise Unavailable(f"{self.url}{path}: broken off, the server is silent") from None
             connected = noted.connected is not None
             what = f"no answer in {timeout:g} s" if connected else "it does not accept the connection"
-            raise Unavailable(f"{self.url}{path}: {what}", fault=connected) from None
+            raise Unavailable(f"{self.url}{path}: {what}", fault=connected and asks) from None
         except (OSError, aiohttp.ClientError) as error:
             # The messages of aiohttp repeat the address, so the error number gives the reason. Errors of TLS keep their
             # message: it says more than the number.
@@ -197,9 +198,9 @@ class Caller:
         finally:
             self._under_way.pop(limit, None)
         if answer.status in _PASSES:
-            after = answer.headers.get("Retry-After", "")
-            how: dict[str, Any] = {"after": float(after) if after.isdecimal() else 0.0, "fault": answer.status == 500}
-            raise Unavailable(self._said(path, answer.status, content), status=answer.status, **how)
+            text, said = answer.headers.get("Retry-After", ""), self._said(path, answer.status, content)
+            after, fault = float(text) if text.isdecimal() else 0.0, asks and answer.status == 500
+            raise Unavailable(said, status=answer.status, after=after, fault=fault)
         return answer.status, content, noted.connected
 
     def _said(self, path: str, status: int, content: bytes) -> str:

@@ -100,10 +100,10 @@ def test_a_server_that_is_started_anew_while_nothing_is_asked_loads_the_weights(
     assert anew.paths().index("/collective_rpc") < anew.paths().index(COMPLETIONS)
 
 
-async def posted(url):
+async def posted(url, health=False):
     client = Client(timeout=0.5)
     try:
-        await Caller(url, client).post("/", {})
+        await (Caller(url, client).look(0.5) if health else Caller(url, client).post("/", {}))
     finally:
         await client.close()
 
@@ -247,10 +247,15 @@ def test_what_fails_before_a_request_is_sent_is_no_fault_of_the_request(served, 
     thread.join(20)
     assert same(found[0], ONE)
     monkeypatch.setattr(client, "CONNECT_SECONDS", 0.2)
-    for accepts in (False, True):
+    for accepts, health in itertools.product((False, True), repeat=2):
         with pytest.raises(Unavailable) as failed:
-            asyncio.run(posted(silent(accepts)))
-        assert failed.value.fault == accepts
+            asyncio.run(posted(silent(accepts), health))
+        assert failed.value.fault == (accepts and not health)
+    failing = stand_in(lambda path, body: (500, {}))
+    for health in (False, True):
+        with pytest.raises(Unavailable, match="500") as failed:
+            asyncio.run(posted(failing.url, health))
+        assert failed.value.fault == (not health)
 
 
 def test_the_bits_are_those_without_faults_behind_a_network_that_drops_loses_delays_and_cuts(stand_in, served):
