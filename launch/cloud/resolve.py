@@ -35,6 +35,8 @@ def resolved(argv: list[str]) -> dict[str, Any]:
 
     config = resolve.resolve(loaded.config)
     if not options.serves:  # what the trainer refuses at its start
+        if config.model.path or not config.model.size:  # a size alone is refused with the fix of a cloud
+            resolve.check_training(loaded.config)
         resolve.check_sampling(config)
         reinforcement.check_rows(config)
         if config.task.name in problems.GENERATED:  # reads no files

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from rpg_jax import losses, models
+from rpg_jax import losses, models, storage
+from rpg_jax.environments.environment import find as find_environment
 from rpg_jax.losses.regularized_pg import TOKEN_SUMS
 from rpg_jax.rewards import verifiers
 from rpg_jax.rewards.callables import load
@@ -89,7 +90,7 @@ def with_method(config: ConfigDict) -> ConfigDict:
 def check_training(config: ConfigDict) -> None:
     """Refuses settings that would stop or waste a training run after minutes of computation. Raises ValueError if
     `model.size` is set without `model.path`, `model.param_dtype` is not "float32", `rollout.partial_tokens` or stale
-    completions do not fit the other fields, or a tracker is unknown or its package is not installed."""
+    completions or servers do not fit the other fields, or a tracker is unknown."""
     m = config.model
     if m.param_dtype != "float32":
         rate = config.optimizer.learning_rate or losses.get_method(config.method).learning_rate
@@ -109,8 +110,8 @@ def check_training(config: ConfigDict) -> None:
         _check_parts(config)
     if lags(config):
         _check_staleness(with_method(config))
-    for name in logs.chosen(config.log.tracker):
-        logs.needed(name)
+    _check_servers(config)
+    logs.chosen(config.log.tracker)
 
 
 def check_sampling(config: ConfigDict) -> None:
@@ -139,6 +140,29 @@ def _check_staleness(config: ConfigDict) -> None:
             f"loss.{field}={loss[field]} weighs completions or their prefixes, and loss.sampler_correction={kind} "
             f"makes up for the staleness of single tokens (rollout.max_staleness={r.max_staleness}, "
             f"rollout.partial_tokens={r.partial_tokens}); set loss.sampler_correction=sequence, or leave it unset"
+        )
+
+
+def _check_servers(config: ConfigDict) -> None:
+    """Raises ValueError if `servers.urls` is set without servers that sample, or if a field does not fit servers."""
+    r, c = config.rollout, config.servers
+    if r.driver != "servers":
+        if c.urls:
+            raise ValueError(
+                f"servers.urls={c.urls} is read by rollout.driver=servers alone, and rollout.driver={r.driver} samples "
+                "in the trainer: set the driver, or leave out servers.urls"
+            )
+        return
+    if not c.urls:
+        raise ValueError("rollout.driver=servers needs servers.urls: http://HOST:PORT, with commas between")
+    if r.devices:
+        raise ValueError("rollout.driver=servers needs rollout.devices=0: servers sample")
+    if r.int8 or r.int8_kv:
+        raise ValueError("rollout.driver=servers: rollout.int8 and int8_kv are the servers' own choice; leave them out")
+    if not c.weights or storage.in_bucket(c.weights):
+        raise ValueError(
+            f"rollout.driver=servers needs servers.weights, a local folder that the servers see too, got {c.weights!r}"
+            ": weights that never reach them are those of another policy after the first update"
         )
 
 
@@ -303,13 +327,14 @@ def _declare_own(config: ConfigDict) -> None:
 
 
 def _check_environment(config: ConfigDict) -> None:
-    """Raises ValueError if the reward is an environment's without an environment, if `environment.options` is no JSON
-    object, or if a turn may be longer than all turns together. A user's own environment is not imported."""
+    """Raises ValueError if the reward is an environment's without an environment, the environment is unknown, its
+    options are no JSON object, or a turn may be longer than all turns together. Imports no environment."""
     name = config.environment.name
     if name is None:
         if verifiers.ENVIRONMENT in reward_arguments(config)[0]:
             raise ValueError("rewards.parts=environment is what an environment pays: set environment.name too")
         return
+    find_environment(name)
     environment_options(config)
     turn, limit = config.environment.turn_tokens, config.rollout.max_tokens
     if turn is not None and turn > limit:

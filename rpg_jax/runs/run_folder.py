@@ -25,7 +25,7 @@ from ml_collections import ConfigDict
 from rpg_jax import storage
 from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import AROUND, START_FROM, Run, flat
-from rpg_jax.runs import cli, config_files, run_names
+from rpg_jax.runs import cli, config_files, logs, run_names
 from rpg_jax.runs.arguments import json_object
 from rpg_jax.runs.config_files import Unset
 from rpg_jax.runs.resolve import check_training
@@ -72,8 +72,11 @@ def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, A
 
 def named(config: ConfigDict, file: str, overrides: Mapping[str, Any], **kind: str) -> ConfigDict:
     """If `run.name` of `config` is None, sets it to what `default_name` makes of the arguments. Returns `config`
-    itself. Raises ValueError for the reasons of `check_training`, and for a name that no folder can have."""
+    itself. Raises ValueError for the reasons of `check_training`, for a tracker whose package is not installed, and for
+    a name that no folder can have."""
     check_training(config)
+    for tracker in logs.chosen(config.log.tracker):
+        logs.needed(tracker)
     if config.run.name is None:
         config.run.name = default_name(file, config, overrides, **kind)
     run_names.check(config.run.name)

@@ -34,7 +34,6 @@ def make_served(experiment: Experiment, params: Any, base: models.Base | None = 
     run's folder in `servers.weights`. Raises ValueError if an address, the key, the folder or a field is wrong."""
     config, layout, tokenizer = experiment.config, experiment.layout, experiment.tokenizer
     c, m, kind = config.servers, config.model, KINDS[config.servers.kind]
-    _check(config)
     client = _client(c)
     addresses = _addresses(c.urls, client, shared=kind.counters)
     balance = Balance(addresses, client, kind, parallel=c.parallel, patience=c.patience_seconds)
@@ -115,14 +114,6 @@ def _probe(experiment: Experiment) -> Callable[[Any], Probe]:
     )
 
 
-def _check(config: ConfigDict) -> None:
-    r = config.rollout
-    if r.devices:
-        raise ValueError("rollout.driver=servers needs rollout.devices=0: servers sample")
-    if r.int8 or r.int8_kv:
-        raise ValueError("rollout.driver=servers: rollout.int8 and int8_kv are the servers' own choice; leave them out")
-
-
 def _addresses(text: str, client: Client, *, shared: bool) -> list[str] | Look:
     """The servers at the addresses `text` that this process asks: all if processes can share a server (`shared`), else
     its share. Two processes that asked one other server would each make it load weights, and break off the completions
@@ -146,13 +137,8 @@ def _key() -> ApiKey | None:
         raise ValueError(f"the variable {KEY_VARIABLE}: {error}") from None
 
 
-def _home(folder: str | None, run: ConfigDict) -> Path:
-    """Makes the folder of this run's weights. Raises ValueError if `folder` is unset, not local, or another run's."""
-    if not folder or storage.in_bucket(folder):
-        raise ValueError(
-            f"rollout.driver=servers needs servers.weights, a local folder that the servers see too, got {folder!r}: "
-            "weights that never reach them are those of another policy after the first update"
-        )
+def _home(folder: str, run: ConfigDict) -> Path:
+    """Makes the folder of this run's weights in `folder`. Raises ValueError if it is another run's."""
     home = Path(storage.local(folder)).resolve() / run.name
     home.mkdir(parents=True, exist_ok=True)
     file, own = home / "run.txt", str(storage.absolute(run.dir) / run.name)

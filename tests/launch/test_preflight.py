@@ -192,6 +192,14 @@ def test_no_field_of_a_config_is_taken_for_a_secret():
         ),
         ("--config=configs/tiny.py --config.mesh.fsdp=-1 --config.train.packed_length=8", "cannot hold a prompt with"),
         ("--config=configs/tiny.py --config.mesh.fsdp=-1 --config.task.operations=x", "operators must be one or more"),
+        (
+            "--config=configs/tiny.py --config.mesh.fsdp=-1 --config.rollout.driver=servers",
+            "needs servers.urls: http://",
+        ),
+        (
+            "--config=configs/tiny.py --config.mesh.fsdp=-1 --config.environment.name=tool",
+            "unknown environment.name 'tool'",
+        ),
         ("--config=configs/tiny.py --config.wandb_api_key=abc", "--config.wandb_api_key looks like a secret"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from configs import qwen3_4b_2k, tiny
 from rpg_jax import losses
 from rpg_jax.rewards import verifiers
-from rpg_jax.runs import config_files, reinforcement
+from rpg_jax.runs import config_files, reinforcement, run_folder
 from rpg_jax.runs.arguments import loss_arguments, reward_arguments
 from rpg_jax.runs.reinforcement import check_rows
 from rpg_jax.runs.resolve import check_sampling, check_training, resolve
@@ -267,4 +267,25 @@ def test_a_writer_that_is_not_installed_is_named(monkeypatch, field, package):
     config.log.tracker = field
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ValueError, match=f"log.tracker={field} needs the package {package}: pip install {package}"):
+        run_folder.named(config, "tiny.py", {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout.driver": "orchestrator"}, "servers.urls=http://h:1 is read by rollout.driver=servers alone"),
+        ({"servers.urls": ""}, "rollout.driver=servers needs servers.urls: http"),
+        ({"servers.weights": None}, "needs servers.weights, a local folder that the servers see too, got None"),
+        ({"servers.weights": "gs://b/w"}, "servers.weights, a local folder .*, got 'gs://b/w'"),
+        ({"rollout.int8": True}, "int8 and int8_kv are the servers' own choice"),
+        ({"rollout.devices": 1}, "needs rollout.devices=0"),
+    ],
+)
+def test_servers_that_do_not_fit_are_refused_before_anything_is_loaded(changes, message):
+    config = tiny.get_config()
+    fits = {"rollout.driver": "servers", "servers.urls": "http://h:1", "servers.weights": "/w"}
+    config.update_from_flattened_dict(fits)
+    check_training(config)
+    config.update_from_flattened_dict(changes)
+    with pytest.raises(ValueError, match=message):
         check_training(config)

@@ -20,10 +20,6 @@ URLS = {"servers.urls": "http://127.0.0.1:1"}
         ({}, "servers.urls='': give http://HOST:PORT of each server once"),
         ({"servers.urls": "http://h:1, http://h:1"}, "give http://HOST:PORT of each server once"),
         ({"servers.urls": "h:1"}, "the server's address 'h:1' is not of the form http://HOST:PORT"),
-        (URLS, "needs servers.weights, a local folder that the servers see too"),
-        (URLS | {"servers.weights": "gs://b/w"}, "servers.weights, a local folder .*, got 'gs://b/w'"),
-        (URLS | {"rollout.int8": True}, "int8 and int8_kv are the servers' own choice"),
-        (URLS | {"rollout.devices": 1}, "needs rollout.devices=0"),
         (URLS | {"KEY": "k"}, "the variable RPG_JAX_SERVERS_KEY: an API key has at least 16"),
         (
             URLS | {"servers.certificate": "/none.pem", "servers.urls": "https://h"},
