@@ -136,6 +136,6 @@ def settings(heartbeat_timeout: int | None = None) -> dict[str, Any] | None:
 
 def _number(variable: str) -> int | None:
     text = os.environ.get(variable)
-    if text and not text.isdigit():
+    if text and not text.isdecimal():
         raise ValueError(f"{variable}={text!r} must be a whole number")
     return int(text) if text else None

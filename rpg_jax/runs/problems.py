@@ -165,7 +165,7 @@ def _arithmetic(config: ConfigDict) -> Task:
 def _chains(config: ConfigDict) -> Task:
     t, count = config.task, config.evaluation.problems
     fewest, _, most = t.links.partition("-")
-    if not (fewest.isdigit() and most.isdigit()):
+    if not (fewest.isdecimal() and most.isdecimal()):
         raise ValueError(f"task.links must be FEWEST-MOST, as 5-8; got {t.links!r}")
     task = data.Chains(operators=t.operations, links=(int(fewest), int(most)), held_out=t.held_out)
     held_out = {name: task.problems(name, count) for name in _held_out_sets(config)}

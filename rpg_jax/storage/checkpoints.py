@@ -210,7 +210,7 @@ class Checkpoints:
         superseded = [p for p in self._half_written if latest is not None and _step_of(p) <= latest]
         self._half_written = [p for p in self._half_written if p not in superseded]
         for path in superseded:
-            rewritten = path.name.isdigit() and _is_committed(path)
+            rewritten = path.name.isdecimal() and _is_committed(path)
             if hosts.is_first() and path.exists() and not rewritten:
                 errors.retried(path.rmtree, path)
 
@@ -284,7 +284,7 @@ class Snapshots:
         """Deletes every snapshot except `numbers`. Process 0 deletes. Raises StorageFailure if that fails."""
         kept = {self._path(n).name for n in numbers}
         for path in self._directory.iterdir() if hosts.is_first() and self._directory.exists() else ():
-            if path.name.isdigit() and path.name not in kept:
+            if path.name.isdecimal() and path.name not in kept:
                 errors.retried(path.rmtree, path)
 
     def wait(self) -> None:
@@ -313,7 +313,7 @@ def read_record(path: epath.Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def committed_steps(directory: Path | epath.Path) -> list[int]:
     """Steps of the complete checkpoints in `directory`, oldest first; [] without the folder. A run may be writing."""
     there = directory.iterdir() if directory.exists() else ()
-    return sorted(int(path.name) for path in there if path.name.isdigit() and _is_committed(path))
+    return sorted(int(path.name) for path in there if path.name.isdecimal() and _is_committed(path))
 
 
 def _half_written(directory: epath.Path) -> list[epath.Path]:
@@ -330,7 +330,7 @@ def _is_committed(path: Path | epath.Path) -> bool:
 
 def _step_of(half_written: epath.Path) -> int:
     step = half_written.name.partition(".")[0]
-    return int(step) if step.isdigit() else -1
+    return int(step) if step.isdecimal() else -1
 
 
 def _say(message: str) -> None:

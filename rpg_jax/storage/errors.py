@@ -172,7 +172,7 @@ def _own_kind(error: BaseException) -> Kind:
         *(getattr(error, name, None) for name in _CODE_FIELDS),
         getattr(getattr(error, "response", None), "status_code", None),  # an error of requests or of the hub's client
     )
-    code = next((int(code) for code in map(str, codes) if code.isdigit()), None)
+    code = next((int(code) for code in map(str, codes) if code.isdecimal()), None)
     if code in _TRANSIENT_CODES:
         return Kind.TRANSIENT
     if code in _PERMANENT_CODES:

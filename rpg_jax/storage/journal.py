@@ -243,7 +243,7 @@ class _Writer:
 
 def _steps(directory: epath.Path) -> dict[int, epath.Path]:
     """Returns the steps that have groups in the journal, with the folders of the steps."""
-    return {int(path.name): path for path in _entries(directory) if path.name.isdigit()}
+    return {int(path.name): path for path in _entries(directory) if path.name.isdecimal()}
 
 
 def _entries(directory: epath.Path) -> list[epath.Path]:

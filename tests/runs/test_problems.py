@@ -54,6 +54,14 @@ def test_a_generator_gives_other_problems_to_training_than_to_the_held_out_set_w
     assert tasks[0].held_out == tasks[1].held_out and prompts(tasks[0].train) != prompts(tasks[1].train)
 
 
+@pytest.mark.parametrize("links", ["5", "5-", "²-5", "5-8-9", "-5-8"])
+def test_links_that_are_no_range_are_refused_by_name(links):
+    config = tiny.get_config()
+    config.task.name, config.task.links = "chains", links
+    with pytest.raises(ValueError, match=f"task.links must be FEWEST-MOST, as 5-8; got '{links}'"):
+        Task.from_config(config)
+
+
 def test_training_problems_of_a_held_out_set_are_left_out_even_where_the_set_is_cut(tmp_path):
     config = files(train=written(tmp_path / "t.jsonl", range(9)), template="none")
     config.task.held_out_sets = f"A={written(tmp_path / 'a.jsonl', (7, 20))},B={written(tmp_path / 'b.jsonl', (8, 3))}"

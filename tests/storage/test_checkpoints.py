@@ -167,7 +167,9 @@ def test_a_record_that_needs_what_is_not_there_is_refused(tmp_path):
 
 def test_permanent_checkpoints_stay(tmp_path):
     write(tmp_path / "c", None, steps=range(1, 8), permanent_every=3)
-    assert committed_steps(tmp_path / "c") == [3, 6, 7]
+    (tmp_path / "c" / "²").mkdir()
+    (tmp_path / "c" / "²" / "commit_success.txt").touch()
+    assert committed_steps(tmp_path / "c") == [3, 6, 7], "a folder of another name is no step"
 
 
 def test_a_checkpoint_of_one_mesh_is_restored_and_verified_on_another(tmp_path):
