@@ -4,13 +4,13 @@ Countdown gives some whole numbers and a target. The answer is an expression of 
 """
 
 import json
+import operator
 import re
 from fractions import Fraction
 
 MAX_CHARACTERS = 500
 _ANSWER = re.compile(r"<answer>([^<]*)</answer>|^answer:([^\n]*)", re.IGNORECASE | re.MULTILINE)
-_SIGN = "~"  # before an atom; no text has it as a token
-_BEFORE_SIGN = ("(", "+", "-", "*", "/", _SIGN)
+_OPERATORS = {"+": (1, operator.add), "-": (1, operator.sub), "*": (2, operator.mul), "/": (2, operator.truediv)}
 _DECIMAL = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?|[-+*/()])\s*", re.ASCII)
 _TOKEN = re.compile(r"\s*(\d{1,18}|[-+*/()])\s*", re.ASCII)
 
@@ -45,11 +45,7 @@ def evaluate(text: str) -> Fraction:
     "-(1+2)"). A number has at most 18 digits before the point, and 18 after it. Raises ValueError if the text is
     something else, has more than 500 characters, or divides by zero."""
     try:
-        tokens = _tokens(text, _DECIMAL)
-        signs = [i for i, t in enumerate(tokens) if t == "-" and (i == 0 or tokens[i - 1] in _BEFORE_SIGN)]
-        for i in signs:
-            tokens[i] = _SIGN
-        return _value(tokens)
+        return _value(_tokens(text, _DECIMAL), signed=True)
     except _NotAnExpression:
         raise ValueError(
             f"not an expression of numbers, + - * / and parentheses, of at most {MAX_CHARACTERS} characters"
@@ -86,40 +82,29 @@ def _tokens(text: str, token: re.Pattern[str] = _TOKEN) -> list[str]:
     return tokens
 
 
-def _value(tokens: list[str]) -> Fraction:
-    # Before the calculation, to keep the nesting below half of `MAX_CHARACTERS`: Python's recursion limit allows that.
-    if tokens.count("(") != tokens.count(")"):
-        raise _NotAnExpression
-    value, end = _sum(tokens, 0)
-    if end < len(tokens):
+def _value(tokens: list[str], signed: bool = False) -> Fraction:
+    left = ["", *reversed(tokens)]  # "" is no token
+    value = _operand(left, 0, signed)
+    if left != [""]:
         raise _NotAnExpression
     return value
 
 
-def _sum(tokens: list[str], at: int) -> tuple[Fraction, int]:
-    value, at = _product(tokens, at)
-    while at < len(tokens) and tokens[at] in "+-":
-        operand, end = _product(tokens, at + 1)
-        value, at = (value + operand if tokens[at] == "+" else value - operand), end
-    return value, at
-
-
-def _product(tokens: list[str], at: int) -> tuple[Fraction, int]:
-    value, at = _atom(tokens, at)
-    while at < len(tokens) and tokens[at] in "*/":
-        operand, end = _atom(tokens, at + 1)
-        value, at = (value * operand if tokens[at] == "*" else value / operand), end
-    return value, at
-
-
-def _atom(tokens: list[str], at: int) -> tuple[Fraction, int]:
-    sign = 1
-    while at < len(tokens) and tokens[at] == _SIGN:
-        sign, at = -sign, at + 1
-    if at < len(tokens) and tokens[at][0].isdigit():
-        return sign * Fraction(tokens[at]), at + 1
-    if at < len(tokens) and tokens[at] == "(":
-        value, end = _sum(tokens, at + 1)
-        if end < len(tokens) and tokens[end] == ")":
-            return sign * value, end + 1
-    raise _NotAnExpression
+def _operand(left: list[str], rank: int, signed: bool) -> Fraction:
+    """Takes from the end of `left` an atom, and what follows it up to an operator that binds no closer than `rank`. At
+    most one call for each of the `MAX_CHARACTERS` is under way: Python's recursion limit allows that."""
+    token = left.pop()
+    if token == "-" and signed:
+        value = -_operand(left, 2, signed)
+    elif token == "(":
+        value = _operand(left, 0, signed)
+        if left.pop() != ")":
+            raise _NotAnExpression
+    elif token[:1].isdigit():
+        value = Fraction(token)
+    else:
+        raise _NotAnExpression
+    while left[-1] in _OPERATORS and _OPERATORS[left[-1]][0] > rank:
+        own, apply = _OPERATORS[left.pop()]
+        value = apply(value, _operand(left, own, signed))
+    return value
