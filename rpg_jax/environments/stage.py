@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
-import queue
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -27,21 +25,21 @@ from rpg_jax.rewards.pool import WorkerPool
 from rpg_jax.rewards.verdicts import CHANCE, BadScore, FirstFailures, Task, Verdict, failure
 
 _WORKER = "rpg_jax.environments.environment:WorkerEnvironment"
-_WAITING = 64  # threads that wait for an environment in this process
+_WAITING = 64  # threads that wait for an environment
 _TOGETHER = 64  # problems that one thread opens
 
 
 class Stage(contextlib.AbstractContextManager["Stage"]):
-    """An environment with its options, and threads that ask it. Close it, or use it as a context, to end the threads.
+    """An environment with its options, and up to 64 threads that ask it. Close it, or use it as a context, to end the
+    threads.
 
-    There are as many worker processes as threads; they start when calls need them. A call that hangs holds one thread
-    and one process until the deadline, and the others go on. An environment that is not pooled is made here at once,
-    and asked in this process, by up to 64 threads.
+    Worker processes start when calls need them. A call that hangs holds one thread and one process until the deadline,
+    and the others go on. An environment that is not pooled is made here at once, and asked in this process.
 
     Args:
       declaration: says where the environment is, and whether it runs in worker processes (is pooled).
       options: the keywords that make the environment.
-      workers: number of processes; by default one per CPU, at most 8.
+      workers: the most processes; by default one per CPU, at most 8.
       deadline_s: seconds that a call may take.
 
     Raises as `Declaration.make` does, if the environment runs in this process.
@@ -56,16 +54,17 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
         deadline_s: float = 10.0,
     ):
         self.name = declaration.path
-        self._declaration, self._options, self._deadline_s = declaration, dict(options), deadline_s
-        self._own: tuple[InProcess, Environment] | None = None  # of this process
-        if not declaration.pooled:
-            environment = declaration.make(options)
-            self._own = InProcess(deadline_s), environment
-        size = workers or min(8, os.cpu_count() or 1)
-        self._pools: queue.LifoQueue[WorkerPool | None] = queue.LifoQueue()
-        for _ in range(size):
-            self._pools.put(None)  # not started yet
-        self._threads = ThreadPoolExecutor(size if declaration.pooled else _WAITING, "environment")
+        self._runs: WorkerPool | InProcess
+        self._ask: Callable[[Sequence[Task]], list[Verdict]]
+        if declaration.pooled:
+            functions = {f"{_WORKER}.{name}": arguments for name, arguments in METHODS.items()}
+            made = {_WORKER: {"path": self.name, "options": dict(options)}}
+            self._runs = WorkerPool(functions, made=made, size=workers, deadline_s=deadline_s)
+            self._ask = self._runs.run
+        else:
+            environment, own = declaration.make(options), InProcess(deadline_s)
+            self._runs, self._ask = own, functools.partial(_asked, own, environment)
+        self._threads = ThreadPoolExecutor(_WAITING, "environment")
         self._first = FirstFailures(f"environment.name={self.name}", "turn")
 
     def opened(self, problems: Sequence[Problem]) -> list[Problem]:
@@ -104,14 +103,10 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
         return self._threads.submit(function, *arguments)
 
     def close(self) -> None:
-        """Cancels calls not begun and calls in this process, waits for the others, then ends the worker processes."""
+        """Cancels calls not begun and calls in this process; waits for calls in worker processes, and ends these."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._own is not None:
-            self._own[0].close()
+        self._runs.close()
         self._threads.shutdown(wait=True)
-        while not self._pools.empty():
-            if pool := self._pools.get():
-                pool.close()
 
     def __exit__(self, *_) -> None:
         self.close()
@@ -120,28 +115,14 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
         verdicts = self._ask([_task("reset", problem) for problem in problems])
         return [_opened(self.name, *each) for each in zip(problems, verdicts, strict=True)]
 
-    def _ask(self, tasks: Sequence[Task]) -> list[Verdict]:
-        if self._own is not None:
-            in_process, environment = self._own
-            begun = [in_process.submit(functools.partial(call, environment, t.function), t) for t in tasks]
-            return [each.result() for each in begun]
-        tasks = [dataclasses.replace(task, function=f"{_WORKER}.{task.function}") for task in tasks]
-        pool = self._pools.get()
-        try:
-            pool = pool or self._started()
-            return pool.run(tasks)
-        finally:
-            self._pools.put(pool)
 
-    def _started(self) -> WorkerPool:
-        """Returns a new pool of a single process."""
-        functions = {f"{_WORKER}.{name}": arguments for name, arguments in METHODS.items()}
-        made = {_WORKER: {"path": self._declaration.path, "options": self._options}}
-        return WorkerPool(functions, made=made, size=1, deadline_s=self._deadline_s)
+def _asked(own: InProcess, environment: Environment, tasks: Sequence[Task]) -> list[Verdict]:
+    calls = [functools.partial(call, environment, task.function.rpartition(".")[2]) for task in tasks]
+    return own.verdicts([*zip(calls, tasks, strict=True)])
 
 
 def _task(name: str, problem: Problem, *others: Any) -> Task:
-    return Task(name, (dataclasses.asdict(Posed.of(problem)), *others), returns="object")
+    return Task(f"{_WORKER}.{name}", (dataclasses.asdict(Posed.of(problem)), *others), returns="object")
 
 
 def _opened(name: str, problem: Problem, verdict: Verdict) -> Problem:

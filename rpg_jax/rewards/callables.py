@@ -12,7 +12,7 @@ import itertools
 import numbers
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -189,6 +189,25 @@ class Background:
         """Starts the coroutine in the loop, and returns at once. The future gets the result or the exception."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
+    def together(self, work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+        """Runs the coroutines in the loop at once, waits for them, and returns their results in order. If one raises,
+        or an interrupt ends the wait, the others are cancelled, and the exception is raised."""
+
+        async def all_of() -> list[T]:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(one) for one in work]
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            return [task.result() for task in tasks]
+
+        future = self.begin(all_of())
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
     def close(self) -> None:
         """Cancels the coroutines that run, and waits until they and the thread end. A second call does nothing."""
 
@@ -218,16 +237,14 @@ class InProcess:
         """Calls each function with its task's arguments and options, waits, and returns the verdicts in the order of
         `calls`. An exception of a function becomes a verdict with an error, except a plain function's
         KeyboardInterrupt; the deadline, the error "timeout"."""
-        begun = [self.submit(*call) if is_async(call[0]) else None for call in calls]
+        begun = [
+            self._background.begin(_awaited(*call, self._deadline_s)) if is_async(call[0]) else None for call in calls
+        ]
         return [future.result() if future else _called(*call) for call, future in zip(calls, begun, strict=True)]
 
     def close(self) -> None:
         """Cancels the async calls that still run, and ends their thread. Later async calls raise RuntimeError."""
         self._background.close()
-
-    def submit(self, function: Callable[..., Any], task: Task) -> Future[Verdict]:
-        """Begins a call of an async function with the task's arguments and options. Returns the verdict's future."""
-        return self._background.begin(_awaited(function, task, self._deadline_s))
 
 
 def _called(function: Callable[..., Any], task: Task) -> Verdict:

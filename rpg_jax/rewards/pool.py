@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import collections
+import asyncio
 import contextlib
 import dataclasses
 import json
 import os
-import selectors
 import signal
+import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Self
 
 from rpg_jax.rewards import descendants
+from rpg_jax.rewards.callables import Background
 from rpg_jax.rewards.verdicts import KINDS, LARGEST_OBJECT, Task, Verdict, checked
 
 STARTUP_S = 120.0
 _STARTS = 4  # starts of a process that ends before it is ready, for example for lack of memory
-_MAX_VERDICT_BYTES = {"score": 4096, "object": LARGEST_OBJECT + 4096}
+_MOST_TASKS = 5000  # of a process, which is then replaced
+_LONGEST_LINE = LARGEST_OBJECT + 4096  # bytes
+_SUSPECT = ("timeout", "crash", "memory", "forbidden")  # a process with such a verdict is not used again
 
 
 class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
@@ -30,20 +31,15 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
 
     A task that misses its deadline, crashes its process, exceeds its memory limit (on Linux 512 MiB over the imports),
     or tries to write files, start processes or use the network gets a verdict with an error. The pool then ends this
-    process with all that it started, and starts another; no other task suffers. A function that raises also gives a
-    verdict with an error, and its process goes on. The processes start at once and load in the background.
+    process with all that it started; no other task suffers. A function that raises also gives a verdict with an error,
+    and its process goes on. A process starts when a task finds all others at work, and serves at most 5,000 tasks.
 
     Args:
       functions: "module:function" that the processes import before the first task, each with the names of its
         arguments. A method of an object in `made` is "module:Class.method".
       made: options by "module:Class". Each process makes one object of each class before it gives up its rights.
-      size: number of processes; by default one per CPU, at most 8.
+      size: the most processes; by default one per CPU, at most 8.
       deadline_s: seconds a task may take.
-      recycle_after: tasks after which a process is replaced.
-
-    Attributes:
-      counts: "done" tasks, with and without an error; errors by kind; "rebuilt" processes, which the pool had to end or
-        which ended themselves; "recycled" processes, replaced after `recycle_after` tasks.
     """
 
     def __init__(
@@ -53,20 +49,17 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         made: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         size: int | None = None,
         deadline_s: float = 10.0,
-        recycle_after: int = 5000,
     ):
-        self.counts: collections.Counter[str] = collections.Counter()
         self._functions = {path: [*functions[path]] for path in sorted(functions)}
         made = {path: dict(options) for path, options in made.items()}
         seconds = {"startup_s": STARTUP_S, "deadline_s": deadline_s}
         self._setup = json.dumps({"functions": self._functions, "made": made, **seconds})
-        self._deadline_s, self._recycle_after = deadline_s, recycle_after
-        self._lock = threading.Lock()
-        self._lost: collections.Counter[int] = collections.Counter()  # processes that ended before they were ready
-        self._processes = [_Process(self._setup) for _ in range(size or min(8, os.cpu_count() or 1))]
+        self._deadline_s, self._size = deadline_s, size or min(8, os.cpu_count() or 1)
+        self._room, self._idle = asyncio.Semaphore(self._size), list[_Process]()
+        self._background, self._closed = Background("verifiers"), False
 
     def run(self, tasks: Sequence[Task]) -> list[Verdict]:
-        """Waits for the tasks, and returns one verdict per task in their order. Threads that call at once take turns.
+        """Waits for the tasks, and returns one verdict per task in their order. Several threads may call this.
 
         Raises:
           ValueError: the pool lacks a task's function, or its processes cannot import or call one of its functions.
@@ -76,202 +69,155 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         unknown = {task.function for task in tasks} - self._functions.keys()
         if unknown:
             raise ValueError(f"this pool does not have {sorted(unknown)}; it has {[*self._functions]}")
-        with self._lock:
-            if not self._processes:
-                raise RuntimeError("this worker pool is closed")
-            return self._run(tasks)
+        if self._closed:
+            raise RuntimeError("this worker pool is closed")
+        return self._background.together(map(self._verdict, tasks))
 
     def wait_ready(self) -> None:
-        """Waits until every process has loaded its functions. Raises ValueError if a function cannot be imported or
-        takes other arguments, and ChildProcessError as `run` does."""
-        with self._lock:
-            while not all(process.ready for process in self._processes):
-                self._wait()
-                for i, process in enumerate(self._processes):
-                    if not process.ready:
-                        self._poll(i)
+        """Starts all processes, and waits until each has loaded its functions. Raises ValueError if a function cannot
+        be imported or takes other arguments, and ChildProcessError as `run` does."""
+        self._idle += self._background.together(self._taken() for _ in range(self._size))
 
     def close(self) -> None:
-        """Waits for a call of `run` in another thread, then kills the processes. A second call does nothing."""
-        with self._lock:
-            processes, self._processes = self._processes, []
-            for process in processes:
-                process.kill()
+        """Waits for calls of `run` in other threads, then ends the processes. A second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._background.begin(self._end()).result()
+            self._background.close()
 
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _run(self, tasks: Sequence[Task]) -> list[Verdict]:
-        for i, process in enumerate(self._processes):
-            if process.task_id is not None:  # an earlier call was interrupted
-                self._replace(i, "rebuilt")
-        waiting = collections.deque(range(len(tasks)))
-        verdicts: list[Verdict | None] = [None] * len(tasks)
-        unfinished = len(tasks)
-        while unfinished:
-            for i, process in enumerate(self._processes):
-                if process.ready and process.task_id is None:
-                    if not waiting:
-                        continue
-                    if process.unusable():  # it failed while idle, so the next task is not to blame
-                        self._replace(i, "rebuilt")
-                        continue
-                    task_id = waiting.popleft()
-                    process.send(task_id, tasks[task_id], self._deadline_s)
-                finished = process.task_id
-                verdict = self._poll(i)
-                if verdict is None or finished is None:  # it works, or loads
-                    continue
-                verdicts[finished] = verdict
-                unfinished -= 1
-                self._lost[i] = 0
-                self.counts.update(filter(None, ("done", verdict.error)))
-                if verdict.error in ("timeout", "crash", "memory", "forbidden"):  # it is dead or suspect
-                    self._replace(i, "rebuilt")
-                elif process.tasks_sent >= self._recycle_after:
-                    self._replace(i, "recycled")
-            self._wait()
-        return verdicts  # type: ignore[return-value]
+    async def _end(self) -> None:
+        for _ in range(self._size):  # one after the other, behind the tasks that wait
+            await self._room.acquire()
+        for process in self._idle:
+            await process.kill()
 
-    def _poll(self, i: int) -> Verdict | None:
-        """Returns process `i`'s verdict if its task has ended, else None. Replaces it if it was lost while loading."""
-        try:
-            return self._processes[i].poll()
-        except _Lost as lost:
-            self._lost[i] += 1
-            if self._lost[i] < _STARTS:
-                self._replace(i, "rebuilt")
-                return None
-            raise ChildProcessError(
-                f"a verifier process ended {_STARTS} times before it was ready ({lost}): where memory is short, set a "
-                "smaller --config.rewards.workers; python -m rpg_jax.rewards.verifier_process shows other errors"
-            ) from None
+    async def _verdict(self, task: Task) -> Verdict:
+        async with self._room:
+            process, good = await self._taken(), False
+            try:
+                verdict = await process.run(task, self._deadline_s)
+                good = verdict.error not in _SUSPECT and process.tasks < _MOST_TASKS
+                return verdict
+            finally:
+                if good:
+                    self._idle.append(process)
+                else:
+                    await process.kill()
 
-    def _replace(self, i: int, reason: str) -> None:
-        self.counts[reason] += 1
-        self._processes[i].kill()
-        self._processes[i] = _Process(self._setup)
-
-    def _wait(self) -> None:
-        """Sleeps until a pipe is ready or the nearest deadline passes. Returns at once if no process loads or works."""
-        with selectors.DefaultSelector() as selector:
-            for process in self._processes:
-                if process.ready and process.task_id is None:
-                    continue
-                selector.register(process.verdicts_fd, selectors.EVENT_READ)
-                if process.unsent:
-                    selector.register(process.tasks_fd, selectors.EVENT_WRITE)
-            if selector.get_map():
-                nearest = min(p.deadline for p in self._processes if not p.ready or p.task_id is not None)
-                selector.select(max(0.0, nearest - time.monotonic()))
+    async def _taken(self) -> _Process:
+        """An idle process, or a new one once it is ready. Raises as `run` if there is none."""
+        while self._idle:
+            process = self._idle.pop()
+            if await process.is_usable():
+                return process
+            await process.kill()  # it failed while idle, so the next task is not to blame
+        said = ""
+        for _ in range(_STARTS):
+            process = await _Process.started(self._setup)
+            try:
+                await process.wait_ready()
+                return process
+            except BaseException as error:
+                await process.kill()
+                if not isinstance(error, _Lost):
+                    raise
+                said = ", ".join(filter(None, error.args))
+        raise ChildProcessError(
+            f"a verifier process ended {_STARTS} times before it was ready ({said}): where memory is short, set a "
+            "smaller --config.rewards.workers; python -m rpg_jax.rewards.verifier_process shows other errors"
+        )
 
 
 class _Lost(Exception):
-    """A process has ended before it was ready, or was not ready in time."""
+    """A process gives no answer. The arguments are the kind of error and the detail of a verdict."""
 
 
 class _Process:
-    """The parent's side of one verifier process: sends tasks, receives verdicts, notices every way to fail."""
+    """The parent's side of one verifier process: sends tasks, receives verdicts, notices every way to fail. `tasks`
+    counts the tasks."""
 
-    def __init__(self, setup: str):
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "rpg_jax.rewards.verifier_process", setup],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=_environment(),
-            start_new_session=True,  # its own process group: what is left to kill where its keeper is gone
-        )
-        tasks, verdicts = self._process.stdin, self._process.stdout
-        assert tasks is not None and verdicts is not None  # both are pipes
-        self._pipes = tasks, verdicts
-        self.tasks_fd, self.verdicts_fd = tasks.fileno(), verdicts.fileno()
-        os.set_blocking(self.tasks_fd, False)
-        os.set_blocking(self.verdicts_fd, False)
-        self.ready = False
-        self.task_id: int | None = None
-        self._returns: Literal["score", "object"] = "score"
-        self.tasks_sent = 0
-        self.unsent = b""
-        self.deadline = time.monotonic() + STARTUP_S
-        self._received = b""
+    def __init__(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._process, self._reader, self._writer = process, reader, writer
+        self.tasks = 0
 
-    def send(self, task_id: int, task: Task, deadline_s: float) -> None:
-        self.task_id, self._returns = task_id, task.returns
-        self.tasks_sent += 1  # a line that is late, or that a function wrote, never answers a later task
-        self.deadline = time.monotonic() + deadline_s
-        self.unsent = json.dumps({"id": self.tasks_sent, **dataclasses.asdict(task)}).encode() + b"\n"
+    @classmethod
+    async def started(cls, setup: str) -> Self:
+        """Starts a process. `setup` is the argument of `verifier_process.main`."""
+        own, its = socket.socketpair()
+        with its:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "rpg_jax.rewards.verifier_process", setup],
+                stdin=its.fileno(),
+                stdout=its.fileno(),
+                stderr=subprocess.DEVNULL,
+                env=_environment(),
+                start_new_session=True,  # its own process group: what is left to kill where its keeper is gone
+            )
+        return cls(process, *await asyncio.open_connection(sock=own, limit=_LONGEST_LINE))
 
-    def unusable(self) -> bool:
-        """Tells whether the idle process has died, or has written something without a task."""
-        return self._process.poll() is not None or self._read() or bool(self._received)
-
-    def poll(self) -> Verdict | None:
-        """Moves bytes without blocking. Returns the verdict once the task has ended or failed, before then None. Raises
-        _Lost if the process fails before it is ready, and ValueError if it cannot load a function."""
-        try:
-            if self.unsent:
-                self.unsent = self.unsent[os.write(self.tasks_fd, self.unsent) :]
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:
-            return self._failed("crash")
-        if self._read():
-            return self._failed("crash")
-        if b"\n" in self._received:
-            line, _, self._received = self._received.partition(b"\n")
-            return self._interpret(line)
-        if len(self._received) > _MAX_VERDICT_BYTES[self._returns]:
-            return self._failed("crash")
-        return self._failed("timeout") if time.monotonic() > self.deadline else None
-
-    def _read(self) -> bool:
-        """Reads the bytes that are in the pipe. Returns True at the end of the pipe."""
-        try:
-            data = os.read(self.verdicts_fd, 65536)
-        except BlockingIOError:
-            return False
-        self._received += data
-        return not data
-
-    def _interpret(self, line: bytes) -> Verdict | None:
-        """Returns the verdict in a line; None for "ready". A hostile completion may have written the line: another line
-        counts as a crash. Raises ValueError for "failed"."""
-        try:
-            message = dict(json.loads(line))
-            if self.ready:
-                if message["id"] != self.tasks_sent or ("error" in message and message["error"] not in KINDS):
-                    raise ValueError
-                if "error" in message:
-                    verdict = Verdict(None, message["error"], str(message["detail"]))
-                else:
-                    verdict = checked(self._returns, message["score" if self._returns == "score" else "value"])
-                self.task_id = None
-                return verdict
-        except (ValueError, RecursionError, KeyError, TypeError, OverflowError):
-            return self._failed("crash")
+    async def wait_ready(self) -> None:
+        """Waits until the process has loaded its functions. Raises _Lost if it ends or needs more than 120 s, and
+        ValueError if it cannot load a function."""
+        message = await self._answer(b"", STARTUP_S)
         if "failed" in message:
             raise ValueError(message["failed"])
-        self.ready = True
-        return None
 
-    def _failed(self, kind: str) -> Verdict:
+    async def is_usable(self) -> bool:
+        """Whether the idle process lives, and has written nothing without a task."""
+        try:
+            async with asyncio.timeout(0):
+                await self._reader.read(1)
+        except TimeoutError:
+            return self._process.poll() is None
+        except OSError:
+            pass
+        return False
+
+    async def run(self, task: Task, deadline_s: float) -> Verdict:
+        """Waits for the verdict on a task. A hostile completion may write a line: all but a verdict is a crash."""
+        self.tasks += 1  # a line that is late, or that a function wrote, never answers a later task
+        asked = json.dumps({"id": self.tasks, **dataclasses.asdict(task)}).encode() + b"\n"
+        try:
+            message = await self._answer(asked, deadline_s)
+            if message["id"] != self.tasks or ("error" in message and message["error"] not in KINDS):
+                raise ValueError
+            if "error" in message:
+                return Verdict(None, message["error"], str(message["detail"]))
+            return checked(task.returns, message["score" if task.returns == "score" else "value"])
+        except _Lost as lost:
+            return Verdict(None, *lost.args)
+        except (ValueError, KeyError, TypeError, OverflowError):
+            return Verdict(None, "crash")
+
+    async def _answer(self, asked: bytes, seconds: float) -> dict[str, Any]:
+        """Sends bytes, and returns the JSON object in the next line of the process. Raises _Lost if there is none."""
+        try:
+            async with asyncio.timeout(seconds):
+                self._writer.write(asked)
+                await self._writer.drain()
+                return dict(json.loads(await self._reader.readuntil()))
+        except TimeoutError:
+            kind = "timeout"
+        except (OSError, EOFError, asyncio.LimitOverrunError, ValueError, TypeError, RecursionError):
+            kind = "crash"
         code = self._process.poll()
-        if not self.ready:
-            raise _Lost(kind if code is None else f"{kind}, exit code {code}")
-        self.task_id = None
-        return Verdict(None, kind, "" if code is None else f"exit code {code}")
+        raise _Lost(kind, "" if code is None else f"exit code {code}")
 
-    def kill(self) -> None:
+    async def kill(self) -> None:
         """Ends the process and every process that it has started, and waits for the end."""
+        await asyncio.to_thread(self._kill)
+        self._writer.close()
+
+    def _kill(self) -> None:
         if descendants.AVAILABLE:
             self._process.send_signal(descendants.END)
         if not descendants.AVAILABLE or not self._ended(2.0):  # a verifier can stop a keeper that it sees
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._ended(5.0)
-        for pipe in self._pipes:
-            pipe.close()
 
     def _ended(self, seconds: float) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):

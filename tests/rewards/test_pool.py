@@ -69,15 +69,10 @@ ATTACKS = {
 
 @pytest.mark.slow  # compiles, or waits, for seconds
 def test_an_attack_costs_its_own_verdict_only(pool):
-    pool.counts.clear()
     completions = [text for i, attack in enumerate(ATTACKS) for text in (attack, str(i))]
     verdicts = run(pool, completions)
     assert {attack: v.error for attack, v in zip(ATTACKS, verdicts[::2], strict=True)} == ATTACKS
     assert verdicts[1::2] == [Verdict(float(i)) for i in range(len(ATTACKS))]
-    kinds = list(ATTACKS.values())
-    assert {kind: pool.counts[kind] for kind in kinds} == {kind: kinds.count(kind) for kind in kinds}
-    assert pool.counts["done"] == 2 * len(ATTACKS)
-    assert pool.counts["rebuilt"] == len(ATTACKS) - kinds.count("error") - kinds.count("value")
     assert run(pool, ["1"] * 20) == [Verdict(1.0)] * 20
 
 
@@ -165,26 +160,27 @@ def _processes_with(folder: Path) -> list[str]:
     return found
 
 
-def test_processes_are_recycled_by_age_and_results_stay_in_order(folder):
-    with WorkerPool(FUNCTIONS, size=2, deadline_s=5, recycle_after=7) as pool:
+def test_a_process_has_a_most_number_of_tasks_and_results_stay_in_order(folder, monkeypatch):
+    monkeypatch.setattr("rpg_jax.rewards.pool._MOST_TASKS", 7)
+    with WorkerPool(FUNCTIONS, size=2, deadline_s=5) as pool:
+        counts = run(pool, ["(lambda m: setattr(m, 'n', getattr(m, 'n', 0) + 1) or m.n)(__import__('json'))"] * 30)
+        assert max(v.score for v in counts) == 7
         assert [v.score for v in run(pool, map(str, range(30)))] == list(range(30))
-        assert pool.counts["recycled"] >= 2 and pool.counts["rebuilt"] == 0
 
 
 def test_a_process_that_died_while_idle_costs_no_verdict(folder):
     with WorkerPool(FUNCTIONS, size=1, deadline_s=5) as pool:
         run(pool, ["1"])
-        process = pool._processes[0]._process
+        process = pool._idle[0]._process
         process.kill()
         process.wait()
         assert run(pool, ["2", "3"]) == [Verdict(2.0), Verdict(3.0)]
-        assert pool.counts["rebuilt"] == 1
 
 
 def test_a_signal_to_all_processes_of_a_service_costs_no_verdict(folder):
     with WorkerPool(FUNCTIONS, size=1, deadline_s=5) as pool:
         pool.wait_ready()
-        threading.Timer(0.2, pool._processes[0]._process.terminate).start()
+        threading.Timer(0.2, pool._idle[0]._process.terminate).start()
         assert run(pool, ["__import__('time').sleep(0.5) or 7"]) == [Verdict(7.0)]
 
 
@@ -193,18 +189,15 @@ def test_a_process_without_a_task_does_not_overrun(folder):
         pool.wait_ready()
         run(pool, ["1", "__import__('time').sleep(0.2) or 2"])
         time.sleep(1.5)
-        assert run(pool, ["3"]) == [Verdict(3.0)] and pool.counts == {"done": 3}
+        assert run(pool, ["3"]) == [Verdict(3.0)]
 
 
-def test_a_call_after_an_interrupted_one_gets_its_own_verdicts(folder, monkeypatch):
-    def interrupt():
-        raise KeyboardInterrupt
-
-    with WorkerPool(FUNCTIONS, size=1, deadline_s=5) as pool:
+def test_a_call_after_an_interrupted_one_gets_its_own_verdicts_at_once(folder):
+    with WorkerPool(FUNCTIONS, size=1, deadline_s=1000) as pool:
         pool.wait_ready()
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(pool, "_wait", interrupt)
-            run(pool, ["1"])
+        threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            run(pool, ["__import__('time').sleep(1000)", "1"])
         assert run(pool, ["2"]) == [Verdict(2.0)]
 
 
@@ -262,7 +255,7 @@ def test_a_process_that_is_killed_while_it_starts_is_started_again(tmp_path, mon
     with WorkerPool({"dying:run": ARGUMENTS}, size=1) as pool:
         if survives:
             pool.wait_ready()
-            assert pool.run([Task("dying:run", ("a", "b"))])[0].score == 1.0 and pool.counts["rebuilt"] == 3
+            assert pool.run([Task("dying:run", ("a", "b"))])[0].score == 1.0
         else:
             with pytest.raises(OSError, match=r"ended 4 times before it was ready \(crash.*--config\.rewards\.workers"):
                 pool.wait_ready()

@@ -183,11 +183,8 @@ class ServedTeacher:
         self._background.close()
 
     def _ask(self, requests: Sequence[ScoreRequest]) -> list[Any]:
-        async def all_of() -> list[Any]:
-            return await asyncio.gather(*(self._balance.ask(one.body, one.read) for one in requests))
-
         self._balance.begin()
-        return self._background.begin(all_of()).result()
+        return self._background.together(self._balance.ask(one.body, one.read) for one in requests)
 
 
 def connect(
