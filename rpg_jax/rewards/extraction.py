@@ -233,7 +233,7 @@ Equal = Callable[[Sequence[tuple[str, str]]], Sequence[bool | None]]
 """Pairs of completions' texts -> for each pair whether the answers are equal; None if the comparison failed."""
 
 
-def merge_equal_answers(problems: Sequence[Sequence[Read | None]], equal: Equal) -> list[list[str | None]]:
+def merge_equal_answers(given: Sequence[Read | None], equal: Equal) -> list[str | None]:
     """Gives equal answers to a problem one spelling, so that a vote counts them together. Reads no reference answer.
 
     A spelling is the `Read.answer` of a completion. Two spellings are joined if a chain of equal pairs leads from one
@@ -242,46 +242,27 @@ def merge_equal_answers(problems: Sequence[Sequence[Read | None]], equal: Equal)
     chain joins it already, if two comparisons of a spelling failed, or if a spelling is not among the 32 most frequent.
 
     Args:
-      problems: for each problem an item for each completion: what was read, or None where no answer was found.
-      equal: takes pairs of `Read.text`, those of a round from all problems, and returns for each whether the answers
-        are equal, or None if the comparison failed. It is called 31 times, sometimes with no pair.
+      given: what was read in each completion of the problem, or None where no answer was found.
+      equal: takes pairs of `Read.text`, those of a round, and returns for each whether the answers are equal, or None
+        if the comparison failed. It is called 31 times, sometimes with no pair.
 
-    Returns:
-      Lists of the lengths of `problems`: the most frequent of the joined spellings (the first of a tie); None for None.
+    Returns a list like `given`: the most frequent of the joined spellings (the first of a tie); None for None.
     """
-    answers = [_Answers(own) for own in problems]
+    found = [read for read in given if read is not None]
+    text = {read.answer: read.text for read in reversed(found)}
+    written = [answer for answer, _ in collections.Counter(read.answer for read in found).most_common()]
+    group, failures = {answer: answer for answer in written}, collections.Counter[str]()
     for apart in range(1, MOST_COMPARED):
-        asked = [(own, *pair) for own in answers for pair in own.pairs(apart)]
-        for (own, i, j), verdict in zip(asked, equal([(own.text[i], own.text[j]) for own, i, j in asked]), strict=True):
-            own.note(i, j, verdict)
-    return [
-        [own.group[read.answer] if read else None for read in given]
-        for own, given in zip(answers, problems, strict=True)
-    ]
-
-
-class _Answers:
-    """The spellings of the answers to one problem, the most frequent first, and the groups of joined spellings."""
-
-    def __init__(self, given: Sequence[Read | None]):
-        found = [read for read in given if read is not None]
-        self._written = [answer for answer, _ in collections.Counter(read.answer for read in found).most_common()]
-        self.text = {read.answer: read.text for read in reversed(found)}
-        self.group = {answer: answer for answer in self._written}  # named after its most frequent spelling
-        self._failures: collections.Counter[str] = collections.Counter()
-
-    def pairs(self, apart: int) -> list[tuple[str, str]]:
-        compared = self._written[:MOST_COMPARED]
-        return [
-            pair
-            for pair in zip(compared, compared[apart:], strict=False)
-            if self.group[pair[0]] != self.group[pair[1]]
-            and max(self._failures[answer] for answer in pair) < _MOST_FAILURES
+        pairs = [
+            (one, other)
+            for one, other in zip(written, written[apart:MOST_COMPARED], strict=False)
+            if group[one] != group[other] and max(failures[one], failures[other]) < _MOST_FAILURES
         ]
-
-    def note(self, one: str, other: str, verdict: bool | None) -> None:
-        if verdict is None:
-            self._failures.update((one, other))
-        elif verdict:
-            kept, gone = sorted((self.group[one], self.group[other]), key=self._written.index)
-            self.group = {answer: kept if group == gone else group for answer, group in self.group.items()}
+        verdicts = equal([(text[one], text[other]) for one, other in pairs])
+        for (one, other), verdict in zip(pairs, verdicts, strict=True):
+            if verdict is None:
+                failures.update((one, other))
+            elif verdict:
+                kept, gone = sorted((group[one], group[other]), key=written.index)
+                group = {answer: kept if joined == gone else joined for answer, joined in group.items()}
+    return [group[read.answer] if read else None for read in given]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +24,7 @@ from rpg_jax.rewards.verdicts import CHANCE, FirstFailures, Task, Verdict
 if TYPE_CHECKING:
     from rpg_jax.types import Turns  # loads JAX
 
+_VOTES = 16  # problems whose answers are compared at once
 _FIRST_SCORES = 1000  # a part of the first step of a large run, the first steps of a small one
 
 
@@ -244,7 +247,11 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             verdicts = pool.run([Task(verifier.equal, pair) for pair in pairs])
             return [None if verdict.score is None else verdict.score == 1 for verdict in verdicts]
 
-        return merge_equal_answers(read, equal)
+        threads = ThreadPoolExecutor(_VOTES)
+        try:
+            return list(threads.map(merge_equal_answers, read, itertools.repeat(equal)))
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _check_for_grades(self, scores: Sequence[float]) -> None:
         """Looks for grades, which are neither right nor wrong without `right_above`. A grade among the first scores
