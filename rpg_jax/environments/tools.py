@@ -14,21 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from rpg_jax.environments.environment import Message, Posed, Turn
-from rpg_jax.rewards.callables import load
+from rpg_jax.rewards.callables import is_async, load
 from rpg_jax.rewards.expression import evaluate
 from rpg_jax.rewards.verdicts import check_call
 from rpg_jax.rewards.verifiers import BY_SOURCE, ENVIRONMENT, JUDGE, VERIFIERS, name_for_source, resolve
 
 TOOLS = {"calculator": "rpg_jax.environments.tools:calculator"}
 _DEFAULT: Mapping[str, Mapping[str, Any]] = {"calculator": {}}
-_TYPES: dict[Any, tuple[str, tuple[type, ...]]] = {
-    str: ("string", (str,)),
-    int: ("integer", (int,)),
-    float: ("number", (int, float)),
-    bool: ("boolean", (bool,)),
-    list: ("array", (list,)),
-    dict: ("object", (dict,)),
-}
+_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+_KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _LONGEST = 10_000  # characters of a result
 _THOUGHTS = "</think>"
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -114,7 +108,7 @@ class Tool:
     def description(self) -> dict[str, Any]:
         """The tool for chat templates: OpenAI's JSON schema, with the first paragraph of the function's docstring."""
         about = " ".join((inspect.getdoc(self.function) or "").partition("\n\n")[0].split())
-        properties = {name: {"type": _TYPES[kind][0]} for name, kind in self.types.items()}
+        properties = {name: {"type": _TYPES[kind]} for name, kind in self.types.items()}
         parameters = {"type": "object", "properties": properties, "required": list(self.required)}
         return {"type": "function", "function": {"name": self.name, "description": about, "parameters": parameters}}
 
@@ -126,9 +120,10 @@ class Tool:
         if missing := [name for name in self.required if name not in arguments]:
             return f"error: {self.name} needs {', '.join(missing)}"
         for name, value in arguments.items():
-            kind, accepted = _TYPES[self.types[name]]
-            if not isinstance(value, accepted) or (isinstance(value, bool) and kind != "boolean"):
-                return f"error: {name} must be of the type {kind}"
+            kind = self.types[name]
+            fits = isinstance(value, int | float if kind is float else kind)
+            if not fits or (isinstance(value, bool) and kind is not bool):
+                return f"error: {name} must be of the type {_TYPES[kind]}"
         try:
             result = self.function(**arguments)
             return (result if isinstance(result, str) else json.dumps(result, ensure_ascii=False))[:_LONGEST]
@@ -140,7 +135,7 @@ def make_tool(name: str, options: Mapping[str, Any]) -> Tool:
     """Imports and returns the tool `name`: "calculator", "module:function", or "module:name" of a class or a function
     that makes the tool's function of the keywords `options`. `Tool.name` is the part after ":". The tool's
     arguments are annotated with str, int, float, bool, list or dict. Raises ValueError if there is no such tool, the
-    options do not make one, or an argument has no such annotation."""
+    options do not make one, it is async, or an argument has no such annotation or cannot be given by keyword."""
     if name not in TOOLS and ":" not in name:
         raise ValueError(f"unknown tool {name!r}; known: {', '.join([*TOOLS, 'module:name'])}")
     function = load(TOOLS.get(name, name), "tool")
@@ -148,13 +143,15 @@ def make_tool(name: str, options: Mapping[str, Any]) -> Tool:
         if inspect.isclass(function) or options:
             function = function(**options)
         parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    except TypeError as error:
+        hints = typing.get_type_hints(function if inspect.isroutine(function) else type(function).__call__)
+    except (TypeError, NameError) as error:
         raise ValueError(f"the tool {name!r} with the options {dict(options)}: {error}") from error
-    called = function if inspect.isroutine(function) else type(function).__call__
-    hints = typing.get_type_hints(called)
+    if is_async(function):
+        raise ValueError(f"the tool {name!r} is async: write a plain function")
     types = {p.name: hints.get(p.name) for p in parameters}
-    if strange := [argument for argument, kind in types.items() if kind not in _TYPES]:
-        raise ValueError(f"the tool {name!r} must annotate {strange[0]} as str, int, float, bool, list or dict")
+    if strange := [p.name for p in parameters if types[p.name] not in _TYPES or p.kind not in _KEYWORDS]:
+        known = "str, int, float, bool, list or dict"
+        raise ValueError(f"the tool {name!r} must annotate {strange[0]} as {known}, and take it by keyword")
     required = tuple(p.name for p in parameters if p.default is p.empty)
     return Tool(name.rpartition(":")[2], function, types, required)
 

@@ -118,12 +118,38 @@ def test_a_wrong_call_is_a_result_that_says_how():
         assert message["role"] == "tool" and message["content"].startswith(expected)
 
 
-def test_a_tool_without_annotations_is_refused():
-    with pytest.raises(ValueError, match="must annotate x as str"):
-        make_tool("tests.environments.test_tools:call_me", {})
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("call_me", "must annotate x as str"),
+        ("several", "must annotate x as str, .* and take it by keyword"),
+        ("first", "must annotate x as str, .* and take it by keyword"),
+        ("nowhere", "name 'Nowhere' is not defined"),
+        ("later", "is async: write a plain function"),
+    ],
+)
+def test_a_tool_that_no_call_would_fit_is_refused(name, said):
+    with pytest.raises(ValueError, match=f"the tool 'tests.environments.test_tools:{name}' .*{said}"):
+        make_tool(f"tests.environments.test_tools:{name}", {})
 
 
 def call_me(x):
+    return x
+
+
+def several(*x: str):
+    return x
+
+
+def first(x: str, /):
+    return x
+
+
+def nowhere(x: "Nowhere"):  # noqa: F821
+    return x
+
+
+async def later(x: str):
     return x
 
 
