@@ -28,7 +28,7 @@ def load(path: str, kind: str) -> Callable[..., Any]:
     the function, for the messages: "reward", "environment", "tool", "task". Raises ValueError if the path has another
     form, an import fails, there is no such function or class, or a reward is async. Other errors pass through."""
     module, _, name = path.partition(":")
-    if not module or not name:
+    if not module or module.startswith(".") or not name:
         raise ValueError(f"the {kind} {path!r} is not of the form module:name")
     try:
         found = getattr(importlib.import_module(module), name, None)

@@ -23,6 +23,7 @@ def test_reset_opens_the_prompt_and_its_own_prompt_changes_nothing(stage, tokeni
 @pytest.mark.parametrize(
     ("path", "options", "line"),
     [
+        (".adder:Adder", {}, "'.adder:Adder' is not of the form module:name"),
         ("nowhere:Game", {}, "cannot import 'nowhere' for the environment 'nowhere:Game'"),
         ("adder:Game", {}, "module 'adder' has no function or class 'Game'"),
         ("adder:Adder", {"gaol": 1}, "environment.options {'gaol': 1} of adder:Adder: .*gaol"),
