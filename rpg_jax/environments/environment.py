@@ -11,10 +11,9 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from types import MappingProxyType
 from typing import Any, Protocol, Self
 
-from rpg_jax.rewards.callables import load
+from rpg_jax.rewards.callables import NOTHING, Handed, load
 from rpg_jax.rewards.verdicts import BadScore, checked_score
 
 Message = Mapping[str, Any]
@@ -87,9 +86,6 @@ class Environment(Protocol):
 
 METHODS = {"reset": ("problem",), "step": ("problem", "messages", "completion")}
 """The methods of an environment and the names of their arguments."""
-Handed = Mapping[str, Any]
-"""The classes, or objects with `reset` and `step`, that a Python program hands over, by their names in the config."""
-NOTHING: Handed = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)

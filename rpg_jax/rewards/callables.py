@@ -16,11 +16,15 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from rpg_jax.rewards.verdicts import REWARD, Task, Verdict, check_call, checked, failure
 
 T = TypeVar("T")
+Handed = Mapping[str, Any]
+"""What a Python program hands over: functions, classes and objects, by their names in the config."""
+NOTHING: Handed = MappingProxyType({})
 
 
 def load(path: str, kind: str) -> Callable[..., Any]:

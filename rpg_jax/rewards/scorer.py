@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from rpg_jax.rewards import verifiers
-from rpg_jax.rewards.callables import InProcess
+from rpg_jax.rewards.callables import NOTHING, Handed, InProcess
 from rpg_jax.rewards.extraction import Read, extract_answer, merge_equal_answers
 from rpg_jax.rewards.judge import Judge, Server
 from rpg_jax.rewards.pool import WorkerPool
@@ -80,7 +80,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
       right_above: a completion is right if the deciding score is above this number; None: if the score is at least 1.
       begins: without `right_above`, a grade (neither 1, 0 nor -1) among the first 1,000 scores is an error. False, for
         a run that goes on: the grade is noted once on standard error, and a score below 1 counts as wrong.
-      functions: plain or async functions that run in this process, by part name, which has the form "module:function".
+      handed: plain or async functions that run in this process, by part name, which has the form "module:function".
         Without an entry here, a part of this form is imported and runs in the worker processes.
 
     Raises:
@@ -99,7 +99,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         accuracy: str | None = None,
         right_above: float | None = None,
         begins: bool = True,
-        functions: verifiers.Functions = verifiers.NO_FUNCTIONS,
+        handed: Handed = NOTHING,
     ):
         weights = {reward: 1.0} if isinstance(reward, str) else dict(reward)
         verifiers.check(weights, options, accuracy=accuracy, right_above=right_above)
@@ -114,7 +114,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         self._pool_arguments: dict[str, Any] = {"size": workers, "deadline_s": deadline_s}
         self._pool: WorkerPool | None = None
         self._in_process = InProcess(deadline_s)
-        self._named = {name: verifiers.resolve(name, functions) for name in weights}
+        self._named = {name: verifiers.resolve(name, handed) for name in weights}
         if any(v.pooled for v in self._named.values() if v):
             self._start_pool().wait_ready()
 

@@ -6,12 +6,11 @@ A new task is one file in this folder and one line in `VERIFIERS`.
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from rpg_jax.rewards.callables import load
+from rpg_jax.rewards.callables import NOTHING, Handed, load
 from rpg_jax.rewards.judge import Server
 from rpg_jax.rewards.verdicts import LARGEST, REWARD, check_call
 
@@ -158,21 +157,18 @@ RIGHT_ABOVE = (
     "says right or wrong"
 )
 
-Functions = Mapping[str, Callable[..., Any]]
-NO_FUNCTIONS: Functions = MappingProxyType({})
 
-
-def resolve(name: str, functions: Functions = NO_FUNCTIONS) -> Verifier | None:
+def resolve(name: str, handed: Handed = NOTHING) -> Verifier | None:
     """Returns the verifier called `name`, or that of a user's own "module:function"; None if `name` is neither.
 
     A user's function is called with the strings (completion, answer, prompt), or (completion, answer) if it takes two,
     and with its options as keywords. It returns a number: 1 is right, 0 and -1 are wrong, other numbers are grades. A
     function named by "module:function" is not imported here. It runs in a worker process, where it cannot write files,
-    start processes or use the network. A function in `functions`, which a Python program handed over under a name, runs
-    in that program and may do all of this. Raises ValueError if a function in `functions` takes other arguments.
+    start processes or use the network. A function in `handed` runs in the Python program that handed the function
+    over, and may do all of this. Raises ValueError if a function in `handed` takes other arguments.
     """
-    if name in functions:
-        function = functions[name]
+    if name in handed:
+        function = handed[name]
         return Verifier(name, sees_prompt=check_call(function, name, REWARD) == len(REWARD), function=function)
     if ":" in name:
         return Verifier(name, pooled=True, sees_prompt=True)

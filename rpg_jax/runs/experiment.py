@@ -14,13 +14,12 @@ import jax
 from ml_collections import ConfigDict
 
 from rpg_jax import data, models, rollout, storage
-from rpg_jax.environments.environment import NOTHING, Handed
 from rpg_jax.environments.environment import find as find_environment
 from rpg_jax.environments.player import Observations, Player
 from rpg_jax.environments.stage import Stage
 from rpg_jax.models.weights import quantized
 from rpg_jax.parallel import hosts
-from rpg_jax.rewards import verifiers
+from rpg_jax.rewards.callables import NOTHING, Handed
 from rpg_jax.rewards.scorer import Scorer
 from rpg_jax.runs import checkpointing, cli, memory, processes, run_folder
 from rpg_jax.runs.arguments import environment_options, reward_arguments
@@ -189,17 +188,15 @@ def make_rollout(layout: Layout, params: Any, base: models.Base | None = None) -
     return own
 
 
-def make_scorer(
-    config: ConfigDict, functions: verifiers.Functions = verifiers.NO_FUNCTIONS, *, begins: bool = True
-) -> Scorer:
-    """The scorer of the config's rewards. `functions` are a Python program's rewards, by their names in
+def make_scorer(config: ConfigDict, handed: Handed = NOTHING, *, begins: bool = True) -> Scorer:
+    """The scorer of the config's rewards. `handed` has a Python program's rewards, by their names in
     `rewards.parts`. `begins`: the run is new. Then a grade (not 1, 0 or -1) that decides accuracy without
     `rewards.right_above` raises ValueError at a call of the scorer, if it is among the first 1,000 scores. Other grades
     are noted on stderr. Raises ValueError for unknown rewards and options. The caller closes the scorer."""
     c = config.rewards
     weights, options = reward_arguments(config)
     how = {"workers": c.workers, "deadline_s": c.deadline_seconds, "accuracy": c.accuracy, "right_above": c.right_above}
-    return Scorer(weights, options=options, functions=functions, begins=begins, **how)
+    return Scorer(weights, options=options, handed=handed, begins=begins, **how)
 
 
 def make_generator(

@@ -11,10 +11,10 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from rpg_jax import data, models, storage
-from rpg_jax.environments.environment import NOTHING, Handed
 from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import INPUTS, PARENT, START
 from rpg_jax.rewards import callables
+from rpg_jax.rewards.callables import NOTHING, Handed
 from rpg_jax.runs import checkpointing
 from rpg_jax.runs.arguments import own_code
 from rpg_jax.runs.experiment import Experiment

@@ -12,8 +12,9 @@ from typing import Any, Literal
 from ml_collections import ConfigDict
 
 from rpg_jax import data, losses, models, rollout, storage
+from rpg_jax.rewards.callables import NOTHING, Handed
 from rpg_jax.rewards.scorer import Scorer
-from rpg_jax.rewards.verifiers import ENVIRONMENT, NO_FUNCTIONS, Functions
+from rpg_jax.rewards.verifiers import ENVIRONMENT
 from rpg_jax.rollout import weights_checksum
 from rpg_jax.runs import processes
 from rpg_jax.runs.arguments import loss_arguments, reward_arguments
@@ -49,13 +50,13 @@ from rpg_jax.training.reference import Reference, Taught, make_rule
 from rpg_jax.training.state import TrainState
 
 
-def run(config: ConfigDict, functions: Functions = NO_FUNCTIONS, on_step: OnStep | None = None) -> int:
+def run(config: ConfigDict, handed: Handed = NOTHING, on_step: OnStep | None = None) -> int:
     """Joins the other processes of the run, resolves `config`, which must name the run, and trains to the last step,
     from the last checkpoint if the run's folder has one. Returns 0, or 128 plus the number of the signal that stopped
     the run after it saved.
 
     Args:
-      functions: a Python program's rewards, environment, loss and advantage, by their names in the config. The loss and
+      handed: a Python program's rewards, environment, loss and advantage, by their names in the config. The loss and
         the advantage must be declared already: here their source texts alone are read, so that a resume can compare.
       on_step: receives the record of each step once the step is evaluated, if that is due, and its line is written.
 
@@ -65,7 +66,7 @@ def run(config: ConfigDict, functions: Functions = NO_FUNCTIONS, on_step: OnStep
     config = resolve(config)
     check_sampling(config)
     check_rows(config)
-    with entered(config, handed=functions) as (experiment, folder, closing):
+    with entered(config, handed=handed) as (experiment, folder, closing):
         if config.rewards.overlong_shaping:
             buffer, limit = config.rewards.overlong_buffer, config.rollout.max_tokens
             print(

@@ -23,9 +23,9 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from rpg_jax import losses, models, storage
-from rpg_jax.environments.environment import NOTHING, Handed
 from rpg_jax.parallel import hosts
 from rpg_jax.report.progress import Progress
+from rpg_jax.rewards.callables import NOTHING, Handed
 from rpg_jax.rewards.scorer import Scorer
 from rpg_jax.rewards.verifiers import JUDGE
 from rpg_jax.rollout import Rollout

@@ -23,7 +23,7 @@ def close(completion, answer, prompt, *, digits=1):
 
 def scored(reward, texts, **options):
     weights, functions = callables.named(reward)
-    with Scorer(weights, functions=functions, **options) as scorer:
+    with Scorer(weights, handed=functions, **options) as scorer:
         problems = [SimpleNamespace(prompt="2+2=", answer="4", source="s")] * len(texts)
         return scorer(problems, texts, [1] * len(texts))
 
@@ -72,12 +72,12 @@ def test_a_rare_grade_is_noted_once_after_a_thousand_verdicts_and_in_a_run_that_
         return scorer(problems, texts, [1] * len(texts)).accuracy.tolist()
 
     for begins, before in ((True, 1000), (False, 1)):
-        with Scorer(weights, functions=functions, begins=begins) as scorer:
+        with Scorer(weights, handed=functions, begins=begins) as scorer:
             score(scorer, ["4"] * before)
             assert [score(scorer, ["5", "4"]) for _ in range(3)] == [[0, 1]] * 3
         said = capsys.readouterr().err
         assert said.count("note: the reward") == 1 and "A score below 1 counts as wrong" in said
-    with Scorer(weights, functions=functions) as scorer:
+    with Scorer(weights, handed=functions) as scorer:
         score(scorer, ["4"] * 999)
         with pytest.raises(ValueError, match="neither right"):
             score(scorer, ["5"])

@@ -244,7 +244,7 @@ class Talk:
 def generated(function, parts=1.0, turns=(None, None, None)):
     """The group and the failed verdicts of a function, beside `exact`, which decides accuracy."""
     name = callables.named(function)
-    scorer = Scorer({"exact": 1.0, **{n: parts for n in name[1]}}, functions=name[1], deadline_s=0.2)
+    scorer = Scorer({"exact": 1.0, **{n: parts for n in name[1]}}, handed=name[1], deadline_s=0.2)
     with scorer:
         generate = GroupGenerator(
             Talk(turns),
