@@ -4,7 +4,6 @@ A judge gets chat requests (`kind="chat"`, OpenAI's /chat/completions), each wit
 endpoint (`kind="score"`) gets {"model", "prompts", "completions", "answers"} and returns {"scores": [numbers]}.
 """
 
-import collections
 import contextlib
 import dataclasses
 import http.client
@@ -16,6 +15,7 @@ import socket
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -168,10 +168,11 @@ class Judge:
     def __init__(self, server: Server, *, sleep: Callable[[float], None] = time.sleep):
         self.server, self._sleep = server, sleep
         self._threads = ThreadPoolExecutor(server.parallel, "judge")
-        self._known: collections.OrderedDict[Item, float] = collections.OrderedDict()
+        self._known = dict[Item, float]()
         self._lock = threading.Lock()
-        path = "" if server.kind == "score" or str(server.url).endswith("/chat/completions") else "/chat/completions"
-        self._url = f"{str(server.url).rstrip('/')}{path}"
+        parts = urllib.parse.urlsplit(str(server.url))
+        path = parts.path.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
+        self._url = str(server.url) if server.kind == "score" else parts._replace(path=path).geturl()
 
     def run(self, items: Sequence[Item]) -> list[Verdict]:
         """Waits for one verdict per (completion, answer, prompt), and returns them in order. Equal items are sent once.
@@ -187,7 +188,7 @@ class Judge:
         with self._lock:
             self._known |= {item: v.score for item, v in verdicts.items() if v.score is not None}
             while len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
+                del self._known[next(iter(self._known))]
         return [verdicts[item] for item in items]
 
     def close(self) -> None:

@@ -113,6 +113,22 @@ def test_a_scoring_endpoint_gets_batches_and_equal_completions_are_asked_once(se
     judge.close()
 
 
+@pytest.mark.parametrize(
+    ("kind", "address", "asked"),
+    [
+        ("chat", "/v1/", "/v1/chat/completions"),
+        ("chat", "/v1/chat/completions", "/v1/chat/completions"),
+        ("chat", "/v1?version=1", "/v1/chat/completions?version=1"),
+        ("chat", "/m/chat/completions/?version=1", "/m/chat/completions?version=1"),
+        ("score", "/score/", "/score/"),
+    ],
+)
+def test_a_query_stays_behind_the_path_and_a_scoring_endpoint_gets_its_whole_address(served, kind, address, asked):
+    url, bodies = served(lambda body, n: (200, chat("5") | {"scores": [0.5]}))
+    assert judged(f"{url}{address}", items(1), kind=kind) == [(0.5, None)]
+    assert bodies[0]["path"] == asked
+
+
 def test_requests_are_under_way_together(served):
     together = threading.Barrier(8, timeout=5)
     url, _ = served(lambda body, n: (together.wait() >= 0 and 200, chat("5")))
