@@ -28,7 +28,7 @@ WITH_CLIP = BASELINE.replace(": URKL", ", clip: URKL")
 
 @functools.cache
 def objective() -> Runs:
-    return Runs(programme.read(programme.DATA).records)
+    return Runs([line["record"] for line in programme.read(programme.DATA)[1]])
 
 
 @functools.cache
@@ -316,7 +316,7 @@ def test_kept_runs_name_commits_of_this_repository():
     if shallow.stdout != b"false\n":
         pytest.skip("needs the whole history")
     named = {run.versions["commit"] for path in DATA.glob("*.json.gz") for run in results.load(path).all_runs()}
-    named |= {code["commit"] for code in programme.read(programme.DATA).code}
+    named |= {line["made_with"]["commit"] for line in programme.read(programme.DATA)[1]}
     laboratories = (ROOT / "experiments").rglob("*.json.gz")
     named |= {json.loads(gzip.decompress(path.read_bytes()))["made_with"]["commit"] for path in laboratories}
 

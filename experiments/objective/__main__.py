@@ -32,11 +32,12 @@ def measure(options: argparse.Namespace) -> int:
     """Makes the runs that `--out` lacks, or reads those of `--from-data`; writes tables and figure."""
     options.out.mkdir(parents=True, exist_ok=True)
     if options.from_data:
-        made = runs.read(options.from_data)
+        _, lines = runs.read(options.from_data)
+        records = [line["record"] for line in lines]
     else:
         settings = QUICK if options.quick else ObjectiveSettings()
-        made = runs.run_objective(settings, options.out / runs.DATA.name, jobs=options.jobs)
-    found = runs.Runs(made.records)
+        records = runs.run_objective(settings, options.out / runs.DATA.name, jobs=options.jobs)
+    found = runs.Runs(records)
     kept.write_page(options.out, results.tables(found), objective=results.draw(found))
     return 0
 

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,13 +28,14 @@ DATA = Path(__file__).with_name("objective.jsonl.gz")  # the runs that come with
 MIDDLE = 0.1  # β where an experiment has one
 LANES = 24  # runs that a program makes at once
 Record = dict[str, Any]  # a unit and `values`, {quantity: [seed][β][rate]}
+Line = dict[str, dict[str, Any]]  # {"record": of a unit, "made_with": versions of code, packages and machine}
 Rates = dict[tuple[str, int], float]  # {(row, updates a batch): rate}
 
 
-def run_in_worker(argument: Mapping[str, Any]) -> Record:
-    """`run_unit` of a unit that went through JSON; units with the same program compile it once."""
-    run_folder.use_compilation_cache(argument["compiled"])
-    unit = argument["unit"]
+def run_in_worker(argument: tuple[str, dict[str, Any]]) -> Record:
+    """`run_unit` of a unit that went through JSON; those that share a cache of programs compile each once."""
+    compiled, unit = argument
+    run_folder.use_compilation_cache(compiled)
     parts = {"schedule": Schedule(**unit["schedule"]), "task": PathSettings(**unit["task"])}
     return run_unit(Unit(**unit | parts))
 
@@ -80,36 +81,23 @@ def _judge(s: PathSettings, tasks: Paths, ends: jax.Array, kl_coefs: jax.Array) 
     return jax.vmap(jax.vmap(of_rates, (None, 0, 0)), (0, 0, None))(tasks, ends, kl_coefs)
 
 
-class Kept(NamedTuple):
-    """The content of the file `objective.jsonl.gz`: a line of settings, then one for each unit.
-
-    Attributes:
-      settings: as JSON.
-      records: all finished units.
-      code: the versions of code, packages and machine that made each unit.
-    """
-
-    settings: dict[str, Any]
-    records: list[Record]
-    code: list[dict[str, Any]]
-
-    def write(self, path: Path) -> None:
-        lines = [{"record": r, "made_with": made} for r, made in zip(self.records, self.code, strict=True)]
-        texts = (json.dumps(line, ensure_ascii=False) + "\n" for line in ({"settings": self.settings}, *lines))
-        write_atomically(path, kept.packed("".join(texts).encode()))
+def write(path: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
+    """Writes the file `objective.jsonl.gz`: a line of settings as JSON, then one for each finished unit."""
+    texts = (json.dumps(line, ensure_ascii=False) + "\n" for line in ({"settings": settings}, *lines))
+    write_atomically(path, kept.packed("".join(texts).encode()))
 
 
-def read(path: Path) -> Kept:
-    """Reads the runs that `Kept.write` wrote. Raises ValueError if `path` is no such file."""
+def read(path: Path) -> tuple[dict[str, Any], list[Line]]:
+    """The (settings, lines) that `write` wrote. Raises ValueError if `path` is no such file."""
     try:
         head, *lines = map(json.loads, gzip.decompress(path.read_bytes()).splitlines())
-        return Kept(head["settings"], [line["record"] for line in lines], [line["made_with"] for line in lines])
+        return head["settings"], lines
     except (OSError, EOFError, KeyError, ValueError) as error:
         raise ValueError(f"{path} is not the data of experiments.objective: {error}") from error
 
 
-def run_objective(s: ObjectiveSettings, path: Path, *, jobs: int) -> Kept:
-    """Makes the runs that the file `path` lacks, `jobs` units at once, and adds each unit's runs to it.
+def run_objective(s: ObjectiveSettings, path: Path, *, jobs: int) -> list[Record]:
+    """Makes the runs that the file `path` lacks, `jobs` units at once, and adds each unit's runs to it; returns all.
 
     The file may lack whole experiments of `s`.
 
@@ -119,32 +107,30 @@ def run_objective(s: ObjectiveSettings, path: Path, *, jobs: int) -> Kept:
     settings, log = json.loads(json.dumps(dataclasses.asdict(s))), path.with_name("output.log")
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.parent) as lock, Progress(design.count_units(s), title="objective", unit="unit") as progress:
-        before = read(path) if path.exists() else Kept(settings, [], [])
-        known = {name: settings["experiments"].get(name) for name in before.settings["experiments"]}
-        if before.settings != {**settings, "experiments": known}:
+        before, lines = read(path) if path.exists() else (settings, [])
+        known = {name: settings["experiments"].get(name) for name in before["experiments"]}
+        if before != {**settings, "experiments": known}:
             raise ValueError(f"the runs in {path} have other settings: choose another --out, or delete that file")
-        found, made_with = before._replace(settings=settings), kept.made_with()
+        made_with = kept.made_with()
 
         def make(wanted: Sequence[Unit]) -> None:
-            done, compiled = {record["unit"] for record in found.records}, str(path.with_name("compiled"))
+            done, compiled = {line["record"]["unit"] for line in lines}, str(path.with_name("compiled"))
             tasks = [
-                Task(unit.name, run_in_worker, argument, log)
+                Task(unit.name, run_in_worker, (compiled, dataclasses.asdict(unit)), log)
                 for unit in wanted
                 if unit.name not in done
-                for argument in [{"unit": dataclasses.asdict(unit), "compiled": compiled}]
             ]
             for ended in run_tasks(tasks, jobs=jobs, inherited=lock):
                 if ended.code:
                     raise ValueError(f"{ended.task.name} failed: see {log}; the same command continues")
-                found.records.append(ended.result)
-                found.code.append(made_with)
-                found.write(path)
-                progress.update(len(found.records), {}, title=ended.task.name)
+                lines.append({"record": ended.result, "made_with": made_with})
+                write(path, settings, lines)
+                progress.update(len(lines), {}, title=ended.task.name)
 
         make(design.scan_units(s))
         for name in s.experiments:
-            make(design.units(s, name, best_rates(found.records)))
-    return found
+            make(design.units(s, name, best_rates([line["record"] for line in lines])))
+    return [line["record"] for line in lines]
 
 
 class Runs:

@@ -171,7 +171,7 @@ RECORDS = [
 def kept(folder):
     path = folder / runs.DATA.name
     settings = json.loads(json.dumps(dataclasses.asdict(ObjectiveSettings())))
-    runs.Kept(settings, RECORDS, [CODE] * len(RECORDS)).write(path)
+    runs.write(path, settings, [{"record": record, "made_with": CODE} for record in RECORDS])
     return path
 
 
@@ -206,8 +206,8 @@ def test_a_verdict_needs_the_whole_interval():
 
 def test_the_kept_runs_are_written_as_they_were_read_and_other_settings_are_refused(tmp_path):
     path = kept(tmp_path)
-    assert runs.read(path).records == RECORDS
-    runs.read(runs.DATA).write(tmp_path / "again.gz")
+    assert [line["record"] for line in runs.read(path)[1]] == RECORDS
+    runs.write(tmp_path / "again.gz", *runs.read(runs.DATA))
     assert gzip.decompress((tmp_path / "again.gz").read_bytes()) == gzip.decompress(runs.DATA.read_bytes())
     with pytest.raises(ValueError, match="other settings: choose another --out"):
         runs.run_objective(ObjectiveSettings(seeds=(0,)), path, jobs=1)
@@ -257,12 +257,12 @@ def test_runs_are_made_continued_and_equal_alone_and_together(tmp_path):
     )
     made = runs.run_objective(s, tmp_path / runs.DATA.name, jobs=1)
     again = runs.run_objective(s, tmp_path / runs.DATA.name, jobs=1)
-    assert made == again and len(made.records) == 4
+    assert made == again and len(made) == 4
     more = dataclasses.replace(s, experiments={**s.experiments, "longer": Experiment((EXACT,), (0.5,))})
-    assert len(runs.run_objective(more, tmp_path / runs.DATA.name, jobs=1).records) == 5
+    assert len(runs.run_objective(more, tmp_path / runs.DATA.name, jobs=1)) == 5
     with pytest.raises(ValueError, match="other settings"):
         runs.run_objective(s, tmp_path / runs.DATA.name, jobs=1)  # it would drop an experiment
     _, unit = units(s, "staleness", {(EXACT, 8): 0.01, (BASELINE, 8): 0.01})
     alone = runs.run_unit(dataclasses.replace(unit, seeds=(1,)))
-    both = next(r for r in made.records if (r["experiment"], r["row"]) == ("staleness", BASELINE))
+    both = next(r for r in made if (r["experiment"], r["row"]) == ("staleness", BASELINE))
     np.testing.assert_allclose(alone["values"]["regret"][0], both["values"]["regret"][1], atol=2e-5)

@@ -56,7 +56,7 @@ def numbers(part: str) -> dict:
 
 @functools.cache
 def runs() -> Runs:
-    return Runs(objective_runs.read(objective_runs.DATA).records)
+    return Runs([line["record"] for line in objective_runs.read(objective_runs.DATA)[1]])
 
 
 def pretrained() -> list[dict]:
@@ -250,8 +250,8 @@ def trained_table() -> str:
 
 def objective_claims() -> list[str]:
     """What docs/objective.md says, beside its tables."""
-    s, found, of_file = ObjectiveSettings(), runs(), objective_runs.read(objective_runs.DATA)
-    task = s.task
+    s, found, (settings, lines) = ObjectiveSettings(), runs(), objective_runs.read(objective_runs.DATA)
+    task, made_with = s.task, [line["made_with"] for line in lines]
 
     def regret(row: str, n: int = 8, experiment: str = "staleness") -> str:
         return interval(mean([*found.of(experiment, row, "own_regret", updates_a_batch=n).values()]))
@@ -288,7 +288,7 @@ def objective_claims() -> list[str]:
 
     longer_beyond = {r: beyond(r, 64, "longer", CAPPED) for r in (WHOLE, f"{TO_GO}: URKL", IN_REWARD)}
     capped_against = {row: beyond(row, 64, than=CAPPED) for row in (WHOLE, IN_REWARD, TOKEN, GRPO)}
-    code = sorted({f"{code_name(x)}, {x['platform']}" for x in of_file.code})
+    code = sorted({f"{code_name(x)}, {x['platform']}" for x in made_with})
     hours = sum(r["cpu_seconds"] for r in found.all) / 3600
     trained = [1 if r["row"] == NO_KL.key else len(r["kl_coefs"]) for r in found.all]
     made = sum(len(r["seeds"]) * n * len(r["rates"]) for r, n in zip(found.all, trained, strict=True))
@@ -315,8 +315,8 @@ def objective_claims() -> list[str]:
     by_mean_text = [interval(m, "+") for m in largest]
     assert all(m.within(BOUND) for m in fresh)
     assert all(clipped_grows(CLIPS[name]).within(BOUND) for name in ("w", "min(W, 2)", "to-go"))
-    assert not any(x["uncommitted_changes"] for x in of_file.code)
-    assert of_file.settings == json.loads(json.dumps(dataclasses.asdict(s)))
+    assert not any(x["uncommitted_changes"] for x in made_with)
+    assert settings == json.loads(json.dumps(dataclasses.asdict(s)))
     early = [np.abs(np.subtract(r["theirs"]["48"], r["ours"]["48"])).max() for r in trained_by_others()["rows"]]
     *others, of_k1 = trained_by_others()["rows"]
     assert not any(parted(row, "theirs", "ours").excludes_zero for row in others)

@@ -156,7 +156,7 @@ def regrets(estimator: Estimator, s: ObjectiveSettings, rate: float, updates: in
 
 def main() -> None:
     torch.set_num_threads(1)
-    s, rates = ObjectiveSettings(), best_rates(objective.read(objective.DATA).records)
+    s, rates = ObjectiveSettings(), best_rates([line["record"] for line in objective.read(objective.DATA)[1]])
     rows = []
     for called in CALLED:
         began, row, rate = time.monotonic(), ROWS[called.row], rates[called.row, UPDATES_A_BATCH]
