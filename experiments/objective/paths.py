@@ -13,7 +13,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,33 +88,6 @@ class Drawn(NamedTuple):
     mask: jax.Array
     right: jax.Array
     paid: jax.Array
-
-
-class Network(nnx.Module):
-    """A hidden layer over one-hot states, added to the reference's logits; the last layer begins with zeros."""
-
-    def __init__(self, s: PathSettings, rngs: nnx.Rngs):
-        self.hidden = nnx.Linear(sum(s.shape), s.width, rngs=rngs)
-        self.last = nnx.Linear(s.width, s.symbols + 1, kernel_init=nnx.initializers.zeros, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.last(jnp.tanh(self.hidden(x)))
-
-
-def features(s: PathSettings) -> jax.Array:
-    """The one-hot parts of every state, f32[P, shortest, V, 2, ...]."""
-    parts = [jax.nn.one_hot(index, n) for index, n in zip(np.indices(s.shape), s.shape, strict=True)]
-    return jnp.concatenate(parts, axis=-1)
-
-
-def policy_of(s: PathSettings, graphdef: Any, params: Any, reference: jax.Array) -> jax.Array:
-    """log π_θ of every state, shaped as `Task.reference`."""
-    return jax.nn.log_softmax(reference + nnx.merge(graphdef, params)(features(s)))
-
-
-def start_of(s: PathSettings, seed: jax.Array) -> Any:
-    """(graphdef, params): a policy that equals the reference."""
-    return nnx.split(Network(s, nnx.Rngs(jax.random.key(seed))))
 
 
 def make_task(s: PathSettings, seed: int, *, wrong: bool = False) -> Task:

@@ -3,8 +3,10 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from experiments.estimators.estimators import Estimator, Scalar
@@ -15,6 +17,21 @@ from rpg_jax.losses import advantages
 from rpg_jax.losses.tokens import checked
 
 Outcome = dict[str, jax.Array]
+
+
+class Network(nnx.Module):
+    """A hidden layer over one-hot states, added to the reference's logits; the last layer begins with zeros."""
+
+    def __init__(self, s: PathSettings, rngs: nnx.Rngs):
+        self.hidden = nnx.Linear(sum(s.shape), s.width, rngs=rngs)
+        self.last = nnx.Linear(s.width, s.symbols + 1, kernel_init=nnx.initializers.zeros, rngs=rngs)
+
+    def __call__(self, reference: jax.Array) -> jax.Array:
+        """log π_θ of every state, shaped as the log π_ref `reference`."""
+        sizes = reference.shape[:-1]
+        parts = [jax.nn.one_hot(index, n) for index, n in zip(np.indices(sizes), sizes, strict=True)]
+        hidden = jnp.tanh(self.hidden(jnp.concatenate(parts, axis=-1)))
+        return jax.nn.log_softmax(reference + self.last(hidden))
 
 
 class Lane(NamedTuple):
@@ -44,13 +61,12 @@ def train(estimator: Estimator | None, s: PathSettings, updates_a_batch: int, la
     π_old becomes π_θ after `updates_a_batch` updates. Without an estimator each update has the exact gradient of J.
     """
     task = lane.task
-    graphdef, start = paths.start_of(s, jnp.asarray(lane.seed))
+    graphdef, start = nnx.split(Network(s, nnx.Rngs(jax.random.key(lane.seed))))
     optimizer, size = optax.adam(optax.cosine_decay_schedule(1.0, s.updates)), s.groups * s.group
-    grouped = estimator is not None and estimator.baseline
-    groups, each = (jnp.repeat(jnp.arange(s.groups), s.group) if grouped else None), updates_a_batch
+    groups = jnp.repeat(jnp.arange(s.groups), s.group) if estimator and estimator.baseline else None
 
     def policy(params: Any) -> jax.Array:
-        return paths.policy_of(s, graphdef, params, task.reference)
+        return nnx.merge(graphdef, params)(task.reference)
 
     def loss(params: Any, reference: jax.Array, drawn: Drawn, columns: Any) -> jax.Array:
         now = policy(params)
@@ -71,7 +87,7 @@ def train(estimator: Estimator | None, s: PathSettings, updates_a_batch: int, la
     def batch(carry: tuple[Any, Any, jax.Array], given: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
         (params, state, reference), (index, key) = carry, given
         which, how = jax.random.split(key)
-        prompts = jnp.repeat(jax.random.randint(which, (each * s.groups,), 0, s.prompts), s.group)
+        prompts = jnp.repeat(jax.random.randint(which, (updates_a_batch * s.groups,), 0, s.prompts), s.group)
         behaviour = policy(params)
         every = lane.reference_batches
         reference = jnp.where((every > 0) & (index % jnp.maximum(every, 1) == 0), behaviour, reference)
@@ -87,11 +103,11 @@ def train(estimator: Estimator | None, s: PathSettings, updates_a_batch: int, la
             updates, state = optimizer.update(jax.grad(loss)(params, reference, *part), state)
             return (jax.tree.map(lambda x, u: x + lane.rate * u, params, updates), state), None
 
-        parts = jax.tree.map(lambda x: x.reshape(each, size, *x.shape[1:]), (drawn, columns))
+        parts = jax.tree.map(lambda x: x.reshape(updates_a_batch, size, *x.shape[1:]), (drawn, columns))
         (params, state), _ = jax.lax.scan(update, (params, state), parts)
         return (params, state, reference), None
 
-    batches = s.updates // each
+    batches = s.updates // updates_a_batch
     given = jnp.arange(batches), jax.random.split(jax.random.key(lane.seed), batches)
     return policy(jax.lax.scan(batch, (start, optimizer.init(start), task.reference), given)[0][0])
 
