@@ -20,22 +20,22 @@ QUICK = (
     completions.CompletionSettings(length=4, prompts=4, end_prompts=2, end_steps=500, offline_steps=500),
     staleness.StalenessSettings(lengths=(4, 5), drifts=(1e-3, 0.03), prompts=4),
 )
+PARTS: dict[str, tuple[Any, ...]] = {  # place of the settings, numbers, tables, figure
+    "token": (0, token.run, results.token_tables, results.draw),
+    "exact": (1, completions.run_exact, results.exact_tables, None),
+    "vocabulary": (1, completions.run_vocabulary, results.vocabulary_table, None),
+    "staleness": (2, staleness.run, staleness.tables, staleness.draw),
+}
 
 
 def measure(options: argparse.Namespace) -> int:
     """Writes the numbers of each part as `PART.json.gz`, `tables.md` and the figures into the folder `--out`."""
     options.out.mkdir(parents=True, exist_ok=True)
-    one, sums, stale = QUICK if options.quick else SETTINGS
-    parts: dict[str, tuple[Any, ...]] = {  # settings, numbers, tables, figure
-        "token": (one, token.run, results.token_tables, results.draw),
-        "exact": (sums, completions.run_exact, results.exact_tables, None),
-        "vocabulary": (sums, completions.run_vocabulary, results.vocabulary_table, None),
-        "staleness": (stale, staleness.run, staleness.tables, staleness.draw),
-    }
     tables: dict[str, str] = {}
     figures: dict[str, bytes] = {}
-    for part in [options.part] if options.part else parts:
-        settings, run, tables_of, draw = parts[part]
+    for part in [options.part] if options.part else PARTS:
+        place, run, tables_of, draw = PARTS[part]
+        settings = (QUICK if options.quick else SETTINGS)[place]
         with jax.enable_x64(True):
             found = run(settings)
         kept.write(options.out / f"{part}.json.gz", settings, found)
@@ -47,8 +47,7 @@ def measure(options: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = kept.parser("estimators", __doc__)
-    parts = ("token", "exact", "vocabulary", "staleness")
-    parser.add_argument("part", nargs="?", choices=parts, help="one part (default: all)")
+    parser.add_argument("part", nargs="?", choices=PARTS, help="one part (default: all)")
     return cli.run(measure, parser, argv)
 
 
