@@ -6,30 +6,28 @@ bias = |E g − ∇J| / |∇J| and noise = sqrt(tr Cov g) / |∇J|: of the whole
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from experiments import kept
 from experiments.estimators.completions import CompletionSettings, drifting
-from experiments.estimators.estimators import NO_CLIP, STALE, TO_GO, Estimator, library, rpg
+from experiments.estimators.estimators import EXACT_TO_GO, NO_CLIP, STALE, TO_GO, Estimator, library, rpg
 from experiments.estimators.results import panel
 from experiments.estimators.sums import batched, exact_gradient, moments, norm, relative_error
 from experiments.estimators.trees import Prompt, Tree
 from rpg_jax.report import plots
 from rpg_jax.report.plots import MUTED
 
-_SEQUENCE: dict[str, Any] = {"level": "sequence"}
 ROWS = (
     Estimator("no KL term", "none", library("ppo", **NO_CLIP), "reverse"),
     rpg("per token", "urkl"),
     Estimator("per token (GRPO)", "k₃", library("grpo", **NO_CLIP), "reverse"),
-    rpg("sequence, weight w", "urkl", **_SEQUENCE),
-    rpg("sequence, weight min(W, 2)", "urkl", weight="capped", weight_cap=2.0, **_SEQUENCE),
-    rpg("sequence, weight W", "urkl", weight="product", **_SEQUENCE),
+    rpg("sequence, weight w", "urkl", level="sequence"),
+    rpg("sequence, weight min(W, 2)", "urkl", level="sequence", weight="capped", weight_cap=2.0),
+    rpg("sequence, weight W", "urkl", level="sequence", weight="product"),
     rpg(TO_GO, "urkl", level="to_go"),
-    rpg("to-go, exact", "urkl", level="to_go", weight="product", trace_cap=float("inf")),
-    rpg(STALE, "urkl", kl_ratio="behaviour", **_SEQUENCE),
+    rpg("to-go, exact", "urkl", **EXACT_TO_GO),
+    rpg(STALE, "urkl", level="sequence", kl_ratio="behaviour"),
 )
 
 

@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
 import optax
 
 from experiments import kept
+from experiments.estimators.completions import Results
 from experiments.estimators.estimators import CLIPS, COMPARATORS, KL_TERMS, SAMPLERS, Estimator
 from experiments.estimators.sums import batched, end_of_descent, exact_gradient, moments, norm, relative_error
 from experiments.estimators.trees import OPTIMA, Prompt, Tree, kl, make_scenes, stacked
@@ -42,12 +42,8 @@ class Settings:
         return Tree(self.tokens, 1)
 
 
-# JSON-able: {experiment: {estimator: {quantity: [value per drift or sampler distance]}}}
-Results = dict[str, dict[str, dict[str, Any]]]
-
-
 def run(s: Settings) -> Results:
-    """Runs all experiments."""
+    """Runs all experiments: {experiment: {estimator: {quantity: [value per drift or sampler distance]}}}."""
     drifts = drifting(s)
     samplers = stacked([_scenes(s, drift=s.sampler_drift, sampler_kl=distance) for distance in s.sampler_kls])
     whole = {"clips": (CLIPS, drifts), "comparators": (COMPARATORS, drifts), "sampler": (SAMPLERS, samplers)}
