@@ -192,9 +192,8 @@ def units(s: ObjectiveSettings, name: str, rates: Mapping[tuple[str, int], float
     e = s.experiments[name]
     task = dataclasses.replace(s.task, **e.changes)
     return [
-        Unit(name, row, schedule, task, e.kl_coefs, e.rates or chosen, s.seeds, e.wrong)
-        for row, schedule in rows_and_schedules(e)
-        for chosen in [(rates[row, schedule.updates_a_batch],)]
+        Unit(name, row, how, task, e.kl_coefs, e.rates or (rates[row, how.updates_a_batch],), s.seeds, e.wrong)
+        for row, how in rows_and_schedules(e)
     ]
 
 
