@@ -12,6 +12,7 @@ from pathlib import Path
 
 from experiments import kept
 from experiments.pretrained import results, runs
+from rpg_jax.report.run_files import read_jsonl
 from rpg_jax.runs import cli
 
 DATA = Path(__file__).with_name("pretrained.jsonl")
@@ -28,7 +29,7 @@ def measure(options: argparse.Namespace) -> int:
         print(f"{left[0].name}: {len(chosen) - len(left)} of {len(chosen)} runs are done", file=sys.stderr)
         if code := subprocess.call([sys.executable, "-m", "experiments.pretrained", "--one", *sys.argv[1:]]):
             return code
-    found = runs.read(DATA if options.from_data else options.out / runs.FILE)
+    found = read_jsonl(DATA if options.from_data else options.out / runs.FILE)
     kept.write_page(options.out, results.tables(found), pretrained=results.draw(found))
     return 0
 

@@ -11,6 +11,7 @@ from typing import Any
 import rpg_jax
 from experiments import kept
 from experiments.pretrained.judge import ANSWER, judge, start_answers
+from rpg_jax.report.run_files import read_jsonl
 from rpg_jax.runs.policy import Policy
 
 FILE = "pretrained.jsonl"
@@ -70,8 +71,7 @@ def cells(seeds: int) -> Iterator[Cell]:
 
 def missing(out: Path, chosen: Iterable[Cell]) -> list[Cell]:
     """The chosen cells that `out`/pretrained.jsonl lacks."""
-    file = out / FILE
-    done = {(run["row"], run["kl_coef"], run["seed"]) for run in read(file)} if file.exists() else set()
+    done = {(run["row"], run["kl_coef"], run["seed"]) for run in read_jsonl(out / FILE)}
     return [cell for cell in chosen if dataclasses.astuple(cell) not in done]
 
 
@@ -96,11 +96,6 @@ def make_run(model: str, out: Path, cell: Cell) -> None:
     curve = {"accuracy": [line["accuracy"] for line in result.metrics if line["step"]]}
     _add(out / FILE, dataclasses.asdict(cell) | numbers | seconds | curve | {"made_with": kept.made_with()})
     shutil.rmtree(result.folder)
-
-
-def read(file: Path) -> list[dict[str, Any]]:
-    """The runs of a file, one a line."""
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def _add(file: Path, record: Mapping[str, Any]) -> None:

@@ -36,7 +36,7 @@ from experiments.objective.results import LENGTHS, LOST, verdict
 from experiments.objective.runs import Runs, best_rates, regret_of
 from experiments.pretrained import __main__ as pretrained_program
 from experiments.pretrained import results as pretrained_results
-from experiments.pretrained import runs as pretrained_runs
+from rpg_jax.report.run_files import read_jsonl
 from rpg_jax.report.seeds import Mean, mean, paired_difference
 from rpg_jax.report.tables import markdown_table
 from rpg_jax.reproduction.page import code_name
@@ -60,7 +60,7 @@ def runs() -> Runs:
 
 
 def pretrained() -> list[dict]:
-    return pretrained_runs.read(pretrained_program.DATA)
+    return read_jsonl(pretrained_program.DATA)
 
 
 def page(name: str) -> str:

@@ -6,6 +6,7 @@ import pytest
 
 from experiments.pretrained import __main__ as program
 from experiments.pretrained import judge, results, runs
+from rpg_jax.report.run_files import read_jsonl
 from rpg_jax.runs import config_files
 from rpg_jax.runs.resolve import resolve
 
@@ -61,7 +62,7 @@ def test_a_cell_is_trained_and_judged_once(tmp_path, monkeypatch):
     cell = runs.Cell("completions: RKL", 0.1, 0)
     assert runs.missing(tmp_path, [cell]) == [cell]
     runs.make_run(str(model), tmp_path, cell)
-    start, trained = runs.read(tmp_path / runs.FILE)
+    start, trained = read_jsonl(tmp_path / runs.FILE)
     assert start["kl"] == pytest.approx(0, abs=1e-4) and start["lost"] == pytest.approx(0, abs=1e-5)
     assert trained["kl"] > 0.01 and trained["lost"] > 0 and trained["perplexity"] > start["perplexity"]
     assert not (tmp_path / "runs" / cell.name).exists() and runs.missing(tmp_path, [cell]) == []
