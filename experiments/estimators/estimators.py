@@ -111,15 +111,11 @@ VOCABULARY = (
 )
 
 # Completions of one token.
-
-
-def surrogate(divergence: str, **options: Any) -> Losses:
-    """The differentiable surrogate of RPG, without a clip by default."""
-    return library("rpg", divergence=divergence, **{"estimator": "differentiable", "clip": "none"} | options)
+SURROGATE: dict[str, Any] = {"estimator": "differentiable", "clip": "none"}
 
 
 def urkl(name: str, term: str, **options: Any) -> Estimator:
-    return Estimator(f"RPG-URKL, {name}", term, surrogate("urkl", **options), "reverse")
+    return Estimator(f"RPG-URKL, {name}", term, library("rpg", divergence="urkl", **SURROGATE | options), "reverse")
 
 
 def dapo(name: str, term: str, **options: Any) -> Estimator:
@@ -127,13 +123,13 @@ def dapo(name: str, term: str, **options: Any) -> Estimator:
 
 
 # The penalty is computed when tokens are sampled and counts as reward.
-IN_REWARD = surrogate("urkl", estimator="reinforce", level="sequence", kl_ratio="behaviour")
+IN_REWARD = library("rpg", divergence="urkl", clip="none", level="sequence", kl_ratio="behaviour")
 CORRECTED = library("grpo", kl_weighting="importance", **NO_CLIP)
 KL_TERMS = (
-    Estimator("RPG-FKL", "−wA − βρ log π_θ", surrogate("fkl"), "forward"),
-    Estimator("RPG-UFKL", "−wA + β(w − ρ log w)", surrogate("ufkl"), "forward"),
-    Estimator("RPG-RKL", "−wA + βw log r", surrogate("rkl"), "reverse"),
-    Estimator("RPG-URKL", "−wA + β(w log r − w)", surrogate("urkl"), "reverse"),
+    Estimator("RPG-FKL", "−wA − βρ log π_θ", library("rpg", divergence="fkl", **SURROGATE), "forward"),
+    Estimator("RPG-UFKL", "−wA + β(w − ρ log w)", library("rpg", divergence="ufkl", **SURROGATE), "forward"),
+    Estimator("RPG-RKL", "−wA + βw log r", library("rpg", divergence="rkl", **SURROGATE), "reverse"),
+    Estimator("RPG-URKL", "−wA + β(w log r − w)", library("rpg", divergence="urkl", **SURROGATE), "reverse"),
     Estimator("w·k₃ in the loss (corrected GRPO)", "−wA + βw·k₃", CORRECTED, "reverse"),
     Estimator("k₁ in the loss (Tunix)", "−wA + βk₁", added(divergences.k1), "reverse"),
     Estimator("k₂ in the loss", "−wA + βk₂", added(divergences.k2), "reverse"),
