@@ -82,8 +82,7 @@ def draw(found: Runs) -> bytes:
     _draw_regrets(lengths, found, [(name, 8, f"{found.tokens(name):.1f}") for name in reached], EXACT)
     title = "Regret beyond the exact gradient's, by length"
     plots.name_axes(lengths, title, "tokens of the reference's completions, mean")
-    handles, labels = distance.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(*distance.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return plots.png(figure)
 
 
