@@ -11,7 +11,7 @@ import math
 import statistics
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from rpg_jax.report.progress import duration
 from rpg_jax.report.run_files import AROUND, QUANTITIES, START_FROM, Run, Scores
@@ -21,6 +21,7 @@ SHOWN_FIELDS = 2  # most fields in a label
 AXES = ("steps", "completions", "seconds")  # of `Run.costs`
 
 Json = dict[str, Any]
+Name = TypeVar("Name")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,26 +164,41 @@ class Row:
     kl: Mean | None
 
 
+def columns(scores: Mapping[Name, Mapping[Any, Scores]]) -> dict[tuple[str, str], dict[Name, dict[Any, float]]]:
+    """{(held-out set, one of `QUANTITIES`): {row: {seed: score in %}}} of {row: {seed: `Run.scores`}}, in order."""
+    found: dict[tuple[str, str], dict[Name, dict[Any, float]]] = {}
+    for row, by_seed in scores.items():
+        for seed, by_set in by_seed.items():
+            for name, own in by_set.items():
+                for quantity in QUANTITIES:
+                    found.setdefault((name, quantity), {}).setdefault(row, {})[seed] = 100 * own[quantity]
+    return found
+
+
 def rows_within(configs: Sequence[Config], budget: Budget) -> list[Row]:
     """A row for each config, in order, with intervals over seeds and differences to the first config. A run counts up
     to its last step within the budget, at least step 0. Raises KeyError if a run does not record the budget's axis."""
     cuts = [[(run, run.last_step_within(budget.axis, budget.amount)) for run in config.runs] for config in configs]
     scored = [[(run, s) for run, step in own if (s := run.scores(step))] for own in cuts]
-    columns = dict.fromkeys((name, q) for own in scored for _, s in own for name in s for q in QUANTITIES)
+    # Runs without a seed are paired with no other run.
+    by_seed = ({run.folder if run.seed is None else run.seed: s for run, s in own} for own in scored)
+    found = columns(dict(enumerate(by_seed)))
     means: list[dict[tuple[str, str], Mean]] = [{} for _ in configs]
     ranked: list[dict[tuple[str, str], int]] = [{} for _ in configs]
-    for name, quantity in columns:
-        values = {i: [100 * s[name][quantity] for _, s in own if name in s] for i, own in enumerate(scored)}
-        column = {i: mean(own) for i, own in values.items() if own}
+    for (name, quantity), by_row in found.items():
+        column = {i: mean(list(own.values())) for i, own in by_row.items()}
         for i, m in column.items():
             means[i][name, quantity] = m
         comparable = not _unlike([each for own in scored for each in own], name)
         for i, rank in zip(column, ranks_of(list(column.values())) if comparable else (), strict=False):
             ranked[i][name, quantity] = rank
+    lasts = {name: by_row for (name, quantity), by_row in found.items() if quantity == "last"}
     rows = []
     for i, own in enumerate(cuts):
         kls = [1000 * value for run, step in own if not math.isnan(value := run.late("kl", step))]
         left_out = {name: why for name, _ in means[i] if i and (why := _unlike([*scored[i], *scored[0]], name))}
+        pairs = {name: (last.get(i, {}), last.get(0, {})) for name, last in lasts.items() if name not in left_out}
+        paired = [name for name, (mine, theirs) in pairs.items() if i and mine.keys() & theirs.keys()]
         axes = [axis for axis in AXES if all(axis in run.costs for run, _ in own)]
         rows.append(
             Row(
@@ -191,7 +207,7 @@ def rows_within(configs: Sequence[Config], budget: Budget) -> list[Row]:
                 spent={axis: statistics.fmean(run.spent(axis, step) for run, step in own) for axis in axes},
                 scores=means[i],
                 ranks=ranked[i],
-                differences=_differences(scored[i], scored[0], left_out) if i else {},
+                differences={name: paired_difference(*pairs[name]) for name in paired},
                 left_out=left_out,
                 kl=mean(kls) if kls else None,
             )
@@ -214,17 +230,3 @@ def _unlike(scored: _Scored, name: str) -> str:
             return f"{field} is {' and '.join(sorted(values))}"
     digests = {run.problems.get(name, "") for run, _ in runs} - {""}
     return "its problems differ" if len(digests) > 1 else ""
-
-
-def _differences(row: _Scored, baseline: _Scored, left_out: Collection[str]) -> dict[str, Mean]:
-    """{set: difference in Last between the runs of `row` and of `baseline`, paired by seed}, without the sets in
-    `left_out` and those in which the two have no seed in common."""
-    found = {}
-    for name in dict.fromkeys(name for _, scores in row for name in scores if name not in left_out):
-        mine, theirs = (
-            {run.seed: 100 * scores[name]["last"] for run, scores in own if run.seed is not None and name in scores}
-            for own in (row, baseline)
-        )
-        if mine.keys() & theirs.keys():
-            found[name] = paired_difference(mine, theirs)
-    return found

@@ -9,9 +9,9 @@ from typing import Any
 
 from rpg_jax.report import plots
 from rpg_jax.report.progress import duration
-from rpg_jax.report.run_files import QUANTITIES, Run, series
+from rpg_jax.report.run_files import Run, series
 from rpg_jax.report.seeds import SEEDS_TO_RANK, Mean, Values, mean, ranks_of
-from rpg_jax.report.tables import markdown_table
+from rpg_jax.report.tables import columns, markdown_table
 from rpg_jax.reproduction import sweeps
 from rpg_jax.reproduction.results import Results, Rows
 from rpg_jax.reproduction.tables import LEARNING_RATE, TABLES, Table
@@ -29,7 +29,7 @@ def write_page(results: Results, folder: Path) -> Path:
     """Makes `folder`, writes the page of a table, NAME.md, and its figures NAME*.png into it, and returns the path of
     the page. NAME is `results.name`. Equal results give equal pages. Raises ValueError if no run has a score."""
     name, table, rows = results.name, _in_words_of_today(results), results.rows()
-    if not (scores := _scores(rows)):
+    if not (scores := columns({row: {n: run.scores() for n, run in own.items()} for row, own in rows.items()})):
         raise ValueError(f"{results.name} has no evaluated run")
     last = {name: by_row for (name, quantity), by_row in scores.items() if quantity == "last"}
     equal = equal_cost(table, rows)
@@ -56,17 +56,6 @@ def write_page(results: Results, folder: Path) -> Path:
     page = folder / f"{name}.md"
     write_atomically(page, "\n\n".join(parts) + "\n")
     return page
-
-
-def _scores(rows: Rows) -> Columns:
-    """The scores of the runs, in %. Runs, rows and sets without an evaluation are left out."""
-    found: Columns = {}
-    for row, by_seed in rows.items():
-        for seed, run in by_seed.items():
-            for name, own in run.scores().items():
-                for quantity in QUANTITIES:
-                    found.setdefault((name, quantity), {}).setdefault(row, {})[seed] = 100 * own[quantity]
-    return found
 
 
 def _in_words_of_today(results: Results) -> Table:
