@@ -4,7 +4,6 @@ import gc
 import json
 import os
 import random
-import sys
 
 import numpy as np
 import pytest
@@ -51,15 +50,11 @@ def changed(content, rng):
     return bytes(content)
 
 
-def shown(folders, monkeypatch, capsys):
+def shown(folders, capsys):
     """What a report prints, and whether it has made a page."""
-    monkeypatch.setattr(sys, "argv", ["report", *map(str, folders)])
-    try:
-        report.main()
-    except SystemExit as end:
-        assert end.code == 2
-        return capsys.readouterr().err, False
-    return capsys.readouterr().err, True
+    code = report.main([*map(str, folders)])
+    assert code in (0, 2)
+    return capsys.readouterr().err, code == 0
 
 
 FILES = ("metrics.jsonl", "config.json", "versions.json", "inputs.json", "rollouts/000001.npz")
@@ -77,7 +72,7 @@ def fuzz(leave_run, tmp_path, monkeypatch, capsys, file, seeds, draw):
     whole, outcomes = (run / file).read_bytes(), {True: 0, False: 0}
     for seed in seeds:
         (run / file).write_bytes(content := changed(whole, random.Random(seed)))
-        said, made = shown([run], monkeypatch, capsys)
+        said, made = shown([run], capsys)
         outcomes[made] += 1
         assert made or f"left out: {run}" in said, (seed, content[:300], said)
         assert "Traceback" not in said
@@ -110,11 +105,11 @@ def test_a_few_of_these_changes_with_curves(leave_run, tmp_path, monkeypatch, ca
     ]
     + ['{"step": 11, "reward": 1e999}', f'{{"step": 1{"0" * 23}}}', '{"step": 11, "reward": {"a": 1}}'],
 )
-def test_a_line_that_no_run_writes_leaves_the_run_out_by_name(leave_run, tmp_path, monkeypatch, capsys, line):
+def test_a_line_that_no_run_writes_leaves_the_run_out_by_name(leave_run, tmp_path, capsys, line):
     good, bad = leave_run(tmp_path / "good"), leave_run(tmp_path / "bad", seed=1)
     with (bad / "metrics.jsonl").open("a") as file:
         file.write(line + "\n")
-    said, made = shown([good, bad], monkeypatch, capsys)
+    said, made = shown([good, bad], capsys)
     assert made and f"left out: {bad}: {bad / 'metrics.jsonl'}: " in said and "remove this line" in said
 
 
@@ -123,16 +118,16 @@ def test_a_small_file_that_unpacks_to_gigabytes_is_left_out(leave_run, tmp_path,
     monkeypatch.setattr(rollouts, "MOST_BYTES", 10**6)
     np.savez_compressed(run / "rollouts" / "000001.npz", text=np.zeros(2 * 10**6, np.uint8))
     assert (run / "rollouts" / "000001.npz").stat().st_size < 10**4
-    said, made = shown([run], monkeypatch, capsys)
+    said, made = shown([run], capsys)
     assert made and "000001.npz is not a whole rollout file (it unpacks to more than 1000000 bytes)" in said
 
 
 @pytest.mark.parametrize("file", ["config.json", "metrics.jsonl", "versions.json", "rollouts/000001.npz"])
-def test_a_pipe_in_a_folder_is_not_waited_for(leave_run, tmp_path, monkeypatch, capsys, file):
+def test_a_pipe_in_a_folder_is_not_waited_for(leave_run, tmp_path, capsys, file):
     run = leave_run(tmp_path / "run")
     (run / file).unlink(missing_ok=True)
     os.mkfifo(run / file)
-    said, made = shown([run], monkeypatch, capsys)
+    said, made = shown([run], capsys)
     assert not made and f"left out: {run}: {run / file} is neither a file nor a folder" in said
 
 
@@ -146,30 +141,27 @@ def test_a_folder_that_cannot_be_written_is_reported_elsewhere(leave_run, tmp_pa
 
     for module in (plots, report.summary, page):
         monkeypatch.setattr(module, "write_atomically", read_only)
-    monkeypatch.setattr(sys, "argv", ["report", str(run), f"--out={tmp_path / 'page.html'}"])
-    report.main()
+    assert report.main([str(run), f"--out={tmp_path / 'page.html'}"]) == 0
     assert "not written beside the run: Read-only file system: " in capsys.readouterr().err
     assert (tmp_path / "page.html").stat().st_size > 1000 and not (run / "summary.md").exists()
 
 
-def test_a_folder_in_the_place_of_curves_is_named_and_the_page_is_made(leave_run, tmp_path, monkeypatch, capsys):
+def test_a_folder_in_the_place_of_curves_is_named_and_the_page_is_made(leave_run, tmp_path, capsys):
     run = leave_run(tmp_path / "run")
     (run / "curves.png").mkdir()
-    said, made = shown([run], monkeypatch, capsys)
+    said, made = shown([run], capsys)
     assert made and f"not written beside the run: {run / 'curves.png'} is no file, and is not replaced" in said
 
 
-def test_a_page_replaces_a_page_and_no_other_file(leave_run, tmp_path, monkeypatch, capsys):
+def test_a_page_replaces_a_page_and_no_other_file(leave_run, tmp_path, capsys):
     run, out = leave_run(tmp_path / "run"), tmp_path / "notes.md"
     out.write_text("mine", encoding="utf-8")
-    monkeypatch.setattr(sys, "argv", ["report", str(run), f"--out={out}"])
-    with pytest.raises(SystemExit):
-        report.main()
+    arguments = [str(run), f"--out={out}"]
+    assert report.main(arguments) == 2
     assert (
         "is no page of this program, and is not replaced" in capsys.readouterr().err
         and out.read_text(encoding="utf-8") == "mine"
     )
     out.unlink()
-    report.main()
-    report.main()
+    assert report.main(arguments) == report.main(arguments) == 0
     assert page.is_page(out)

@@ -7,7 +7,6 @@ import gzip
 import hashlib
 import json
 import re
-import sys
 import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
@@ -177,12 +176,11 @@ def test_the_same_runs_give_the_same_page(leave_run, tmp_path):
     assert first == second
 
 
-def test_a_broken_rollout_file_is_named(leave_run, tmp_path, monkeypatch, capsys):
+def test_a_broken_rollout_file_is_named(leave_run, tmp_path, capsys):
     run = leave_run(tmp_path / "a")
     file = run / "rollouts/000001.npz"
     file.write_bytes(file.read_bytes()[:100])
-    monkeypatch.setattr(sys, "argv", ["report", str(run)])
-    report.main()
+    assert report.main([str(run)]) == 0
     assert f"left out: {file} is not a whole rollout file" in capsys.readouterr().err
     assert (run / "report.html").read_text(encoding="utf-8").count('id="chunk-') == 1, "the other file is shown"
 
