@@ -41,7 +41,6 @@ function browser() {
   addEventListener("keydown", keys);
   addEventListener("resize", () => requestAnimationFrame(rows));
   watchTokens();
-  legend(state.colour);
   return chooseRun(withRollouts[0][1]);
 }
 
@@ -67,6 +66,7 @@ async function chooseStep(step) {
   const run = state.run, read = await Promise.all(wanted.map((k) => chunk(k.chunk)));
   if (run !== state.run || state.step !== String(step)) return;
   state.all = read.flatMap((own) => own.completions);
+  legend(state.colour);
   state.group = "";
   const groups = read.flatMap((own) => own.groups.map((group, g) => [`${own.step}/${g}`, group]));
   const named = groups.map(([value, group]) => [value, `${value.split("/")[1]}: ${shorten(group.prompt, 36)}`]);

@@ -24,6 +24,7 @@ async function unpacked(text) {
   own.piece = new Int32Array(bytes.slice(at, at + 4 * n).buffer);
   own.clip = bytes.subarray(at + 4 * n, at + 5 * n);
   own.free = [head.clip_states.indexOf("free"), head.clip_states.indexOf("not trained")];
+  own.states = new Set([...new Set(own.clip)].map((i) => head.clip_states[i]));
   own.observed = head.clip_states.indexOf("observed");
   own.completions = completions(own);
   return own;

@@ -82,12 +82,13 @@ function turnMarks({turns}) {
   return marks;
 }
 
+// Explains the colours; of the clip states those that tokens of the shown steps have: each loss has its own.
 function legend(colour) {
   const place = byId("scale");
   if (colour === "clip") {
-    const states = Object.entries(CLIP_NOTES).filter(([state]) => state !== "clipped");
-    place.replaceChildren(...states.map(([state, note]) => el("span", {class: "swatch"},
-      el("i", {class: `token ${CLIP_CLASSES[state]}`}, state), el("small", {}, state === note ? "" : note))));
+    const states = Object.entries(CLIP_NOTES).filter(([name]) => state.all.some((c) => c.own.states.has(name)));
+    place.replaceChildren(...states.map(([name, note]) => el("span", {class: "swatch"},
+      el("i", {class: `token ${CLIP_CLASSES[name]}`}, name), el("small", {}, name === note ? "" : note))));
     return;
   }
   const top = DATA.scales[colour], {diverging} = COLOURS[colour];
