@@ -21,14 +21,6 @@ const CLIP_NOTES = {
 const PREVIEW = [20, 40]; // tokens made of the beginning and of the end of a completion that is not chosen
 const STRONGEST = 72; // % of the colour at the end of the scale
 
-const values = {
-  ratio: (own, t) => own.numbers.ratio[t],
-  gap: (own, t) => own.numbers.gap[t],
-  advantage: (own, t) => own.numbers.advantage[t],
-  kl: (own, t) => own.numbers.kl[t],
-  entropy: (own, t) => own.numbers.entropy[t],
-};
-
 function paint(span, own, token, colour) {
   span.className = "token";
   if (own.clip[token] === own.observed) {
@@ -40,7 +32,7 @@ function paint(span, own, token, colour) {
     if (state) span.classList.add(state);
     return;
   }
-  const value = values[colour](own, token);
+  const value = own.numbers[colour][token];
   const strength = Math.min(Math.abs(value) / DATA.scales[colour], 1);
   if (!(strength > 0.005)) return;
   span.classList.add(COLOURS[colour].diverging && value < 0 ? "below" : COLOURS[colour].diverging ? "above" : "amount");
