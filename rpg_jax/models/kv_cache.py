@@ -63,14 +63,11 @@ class KVCache:
         )
         return cache.unstacked() if unstacked else cache
 
-    @classmethod
-    def logical_axes(cls, *, int8: bool = False, layers: int = 0) -> KVCache:
-        """Returns a cache with a tuple of logical axis names in place of each array. `layers` is the number of layers
-        of an unstacked cache; 0 means a stacked cache."""
-        names: Any = (None, "slots", "kv_heads", None, None)
-        scales = (names, names) if int8 else ()
-        names = (names[1:],) * layers if layers else names
-        return cls(names, names, ("slots",), scales)  # type: ignore[arg-type]  # names, not arrays
+    @property
+    def logical_axes(self) -> KVCache:
+        """The cache with a tuple in place of each array: the logical axis, or None, of each dimension."""
+        names = (None, "slots", "kv_heads", None, None)
+        return jax.tree.map(lambda x: ("slots",) if x.ndim == 1 else names[5 - x.ndim :], self)
 
     @property
     def slots(self) -> int:

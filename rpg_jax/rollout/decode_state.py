@@ -179,15 +179,11 @@ class DecodeState:
             active=jnp.zeros(slots, bool),
         )
 
-    @classmethod
-    def logical_axes(cls, *, int8_kv: bool = False, layers: int = 0) -> DecodeState:
-        """Returns a state that has, in place of every array, a tuple with the logical axis or None of each dimension.
-        `layers`: the number of layers if each has its own arrays in the cache, else 0. `int8_kv`: an int8 cache."""
-        slot: Any = ("slots",)
-        row: Any = ("slots", None)
-        sampling = SlotSampling(slot, slot, slot, slot, stop_tokens=row, limit=slot)
-        cache = KVCache.logical_axes(int8=int8_kv, layers=layers)
-        return cls(cache, row, row, slot, sampling, active=slot)
+    @property
+    def logical_axes(self) -> DecodeState:
+        """The state with a tuple in place of each array: the logical axis, or None, of each dimension."""
+        of_slots = jax.tree.map(lambda x: ("slots", None)[: x.ndim], self)
+        return replace(of_slots, cache=self.cache.logical_axes)
 
     def insert(self, prefix: Prefix, rows: Insertions) -> DecodeState:
         """Copies the rows of `prefix` that `rows` names into their slots, and makes these slots active."""

@@ -216,8 +216,7 @@ class _Programs:
         empty = functools.partial(DecodeState.empty, config, *sizes, int8_kv=int8_kv, unstacked=unrolled)
         state, drawn, shapes = None, None, jax.eval_shape(empty)
         if mesh is not None:
-            axes = DecodeState.logical_axes(int8_kv=int8_kv, layers=config.num_layers if unrolled else 0)
-            state = parallel.shardings(axes, shapes, mesh, dict(rules))
+            state = parallel.shardings(shapes.logical_axes, shapes, mesh, dict(rules))
             drawn = jax.NamedSharding(mesh, jax.P())
             shapes = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, state)
         generate = functools.partial(_decode_steps, graphdef, steps, record_experts)

@@ -60,11 +60,11 @@ def bytes_on_a_device(tree: Any) -> float:
 def cache_bytes(layout: Layout, decoding: Decoding) -> float:
     """Bytes on one device of the decode state (the cache of keys and values and more) for all of `decoding.slots`."""
     assert decoding.mesh is not None, "a layout decodes on a mesh"
-    size, int8 = (decoding.slots, decoding.capacity), {"int8_kv": decoding.int8_kv}
-    dtype = jnp.dtype(layout.config.model.compute_dtype)
+    size, dtype = (decoding.slots, decoding.capacity), jnp.dtype(layout.config.model.compute_dtype)
+    empty = functools.partial(DecodeState.empty, layout.model, *size, dtype, int8_kv=decoding.int8_kv)
     with parallel.activate(decoding.mesh, decoding.rules):
-        shapes = jax.eval_shape(functools.partial(DecodeState.empty, layout.model, *size, dtype, **int8))
-    where = parallel.shardings(DecodeState.logical_axes(**int8), shapes, decoding.mesh, decoding.rules)
+        shapes = jax.eval_shape(empty)
+    where = parallel.shardings(shapes.logical_axes, shapes, decoding.mesh, decoding.rules)
     return bytes_on_a_device(abstract(shapes, where))
 
 

@@ -556,7 +556,7 @@ def test_tokens_are_appended_alike_on_a_mesh_over_slots_and_heads():
     hidden, grown = extend(graphdef, params, *inputs)
     mesh = parallel.make_mesh({"fsdp": 4, "tensor": 2})
     placed = parallel.shardings(models.logical_axes(QWEN3), params, mesh)
-    caches = parallel.shardings(KVCache.logical_axes(), cache, mesh)
+    caches = parallel.shardings(cache.logical_axes, cache, mesh)
     with parallel.activate(mesh):
         program = jax.jit(
             lambda params, *inputs: nnx.merge(graphdef, params).extend(*inputs),
@@ -580,7 +580,7 @@ def test_decode_runs_sharded_over_slots_and_heads():
 
     mesh = parallel.make_mesh({"fsdp": 2, "tensor": 4})
     placed = parallel.shardings(models.logical_axes(QWEN3), params, mesh)
-    caches = parallel.shardings(KVCache.logical_axes(), prefix, mesh)
+    caches = parallel.shardings(prefix.logical_axes, prefix, mesh)
     cache = functools.reduce(lambda cache, slot: cache.insert(prefix, slot), range(8), KVCache.empty(QWEN3, 8, 16))
     expected = decode(graphdef, params, tokens[:, 0], cache)
     with parallel.activate(mesh):

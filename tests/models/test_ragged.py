@@ -210,7 +210,7 @@ def test_the_kernels_spread_over_a_mesh_give_the_same(blocks_of_32, mesh_shape, 
     expected = attend("ragged", token, cache)
     rules = parallel.override(overrides)
     with parallel.activate(mesh := parallel.make_mesh(mesh_shape), rules):
-        where = parallel.shardings(KVCache.logical_axes(), cache, mesh, rules)
+        where = parallel.shardings(cache.logical_axes, cache, mesh, rules)
         spread = jax.device_put(cache, where)
         np.testing.assert_allclose(attend("ragged", token, spread), expected, atol=1e-6)  # the same sums, compiled anew
         k, v = (jnp.stack([x, x + 1]) for x in token[1:])
@@ -225,6 +225,6 @@ def test_a_kernel_without_the_key_value_heads_of_its_queries_would_give_other_nu
     monkeypatch.setattr("rpg_jax.parallel.rules.check", lambda rules, sizes: None)
     rules = parallel.override({"heads": None})
     with parallel.activate(mesh := parallel.make_mesh({"tensor": 2}, jax.devices()[:2]), rules):
-        spread = jax.device_put(cache, parallel.shardings(KVCache.logical_axes(), cache, mesh, rules))
+        spread = jax.device_put(cache, parallel.shardings(cache.logical_axes, cache, mesh, rules))
         got = attend("ragged", token, spread)
     assert float(jnp.abs(got - attend("ragged", token, cache)).max()) > 0.1

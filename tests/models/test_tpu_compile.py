@@ -92,7 +92,7 @@ def compile_decode(config, mesh, slots, capacity, int8_kv=False):
     graphdef, params = models.abstract(config, jnp.bfloat16, compute_dtype=jnp.bfloat16)
     cache = jax.eval_shape(lambda: models.KVCache.empty(config, slots, capacity, jnp.bfloat16, int8=int8_kv))
     tokens = jax.ShapeDtypeStruct((slots,), jnp.int32)
-    axes = models.logical_axes(config), models.KVCache.logical_axes(int8=int8_kv), ("slots",)
+    axes = models.logical_axes(config), cache.logical_axes, ("slots",)
     layout = [parallel.shardings(a, x, mesh) for a, x in zip(axes, (params, cache, tokens), strict=True)]
     arguments = [
         jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), x, s)
