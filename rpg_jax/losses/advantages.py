@@ -47,10 +47,7 @@ def group_mean(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Arra
     if counted is not None:
         one = jnp.take_along_axis(rewards, jnp.argmax(counted, axis=1, keepdims=True), axis=1)
     relative = rewards - one  # a mean of equal numbers may be rounded, and is divided by a small std later
-    if counted is not None:
-        relative = jnp.where(counted, relative, 0)
-        return relative - jnp.sum(relative, axis=1, keepdims=True) / jnp.maximum(_counts(counted), 1)
-    return relative - jnp.mean(relative, axis=1, keepdims=True)
+    return relative - jnp.mean(relative, axis=1, keepdims=True, where=counted)
 
 
 @ADVANTAGES.declare(r"R_i - \mathrm{mean}_\mathrm{batch}(R)", over="batch")
@@ -73,11 +70,7 @@ def group_standardised(rewards: jax.Array, counted: jax.Array | None = None) -> 
 def leave_one_out(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
     """R_i − mean of the group's other counted rewards, or R_i if there are none; f[P, G] as the rewards (RLOO,
     arXiv:2402.14740). The result is undefined where `counted` bool[P, G] (None: all) is False."""
-    if rewards.shape[1] == 1:
-        return rewards
-    if counted is None:
-        return group_mean(rewards) * (rewards.shape[1] / (rewards.shape[1] - 1))
-    size = _counts(counted)
+    size = rewards.shape[1] if counted is None else _counts(counted)
     return jnp.where(size > 1, group_mean(rewards, counted) * (size / jnp.maximum(size - 1, 1)), rewards)
 
 
