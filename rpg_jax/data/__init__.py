@@ -1,7 +1,7 @@
 """Problems, tokenizers and the rows that the trainer reads."""
 
 from rpg_jax.data.groups import Group as Group
-from rpg_jax.data.packing import Example as Example
+from rpg_jax.data.groups import unscored as unscored
 from rpg_jax.data.packing import RolloutBatch as RolloutBatch
 from rpg_jax.data.packing import RowShape as RowShape
 from rpg_jax.data.packing import pack as pack

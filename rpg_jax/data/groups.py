@@ -86,7 +86,7 @@ class Group:
 
 
 def unscored(problem: Problem, prompt: np.ndarray, completions: list[Completion]) -> Group:
-    """Returns a group of completions that have no scores yet: rewards and accuracy are 0, and texts are ""."""
+    """Returns a group of completions without scores: rewards and accuracy are 0, and texts are ""."""
     zeros = np.zeros(len(completions), np.float32)
     return Group(problem, prompt, completions, [""] * len(completions), zeros, zeros)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 
 from rpg_jax.data.groups import Group
 from rpg_jax.parallel import hosts
-from rpg_jax.types import BRANCH, Batch, Completion, Rows
+from rpg_jax.types import BRANCH, Batch, Rows
 
 
 class RowShape(NamedTuple):
@@ -41,23 +41,6 @@ class RowShape(NamedTuple):
     shared: bool = False
 
 
-class Example(NamedTuple):
-    """A prompt, i32[n], with completions that all count: to imitate, or to score."""
-
-    prompt: np.ndarray
-    completions: list[Completion]
-
-    @property
-    def counted(self) -> list[bool]:
-        """True for each completion."""
-        return [True] * len(self.completions)
-
-
-Packable = Group | Example
-"""A prompt with its completions. The update trains on the completions that are `counted`."""
-P = TypeVar("P", Group, Example)
-
-
 class Place(NamedTuple):
     """The place of a completion: entries first … first + length − 1 of row `row` of [B, C] of a micro-batch."""
 
@@ -68,7 +51,7 @@ class Place(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class RolloutBatch(Generic[P]):
+class RolloutBatch:
     """The groups of a step as the micro-batches of its mini-batches, and the entries of every completion's tokens.
 
     Attributes:
@@ -80,7 +63,7 @@ class RolloutBatch(Generic[P]):
       sharding: the sharding of the micro-batches and of scattered arrays; None: the arrays are on the host.
     """
 
-    groups: Sequence[P]
+    groups: Sequence[Group]
     batches: list[Batch]
     minibatch_sizes: list[int]
     places: list[list[Place]]
@@ -121,7 +104,7 @@ class RolloutBatch(Generic[P]):
             for own, group in zip(self.gather(arrays), self.groups, strict=True)
         ]
 
-    def add(self, **columns: Sequence[jax.Array]) -> RolloutBatch[P]:
+    def add(self, **columns: Sequence[jax.Array]) -> RolloutBatch:
         """Returns a copy in which fields of the micro-batches have new values. A keyword is the name of a field of
         `types.Batch`, and its value is a list with an array f32[B, C] for each micro-batch."""
         rows = zip(*columns.values(), strict=True)
@@ -133,14 +116,14 @@ class RolloutBatch(Generic[P]):
 
 
 def pack(
-    groups: Sequence[P],
+    groups: Sequence[Group],
     shape: RowShape,
     *,
     minibatches: int = 1,
     pad_id: int = 0,
     mask_truncated: bool = False,
     sharding: jax.sharding.Sharding | None = None,
-) -> RolloutBatch[P]:
+) -> RolloutBatch:
     """Packs groups into rows of one shape, and returns them as micro-batches.
 
     Every U-th group goes to the same mini-batch. With `shape.packed` the longest completion with its prompt comes
@@ -185,7 +168,7 @@ def pack(
     return RolloutBatch(groups, placed, sizes, ordered, trained, sharding)
 
 
-def rows_needed(groups: Sequence[Packable], shape: RowShape) -> int:
+def rows_needed(groups: Sequence[Group], shape: RowShape) -> int:
     """Returns the number of rows that `pack` fills with `groups` as one mini-batch. Raises ValueError for an empty
     prompt, and for a completion that with its prompt is longer than a row."""
     return len(_shared_rows(groups, range(len(groups)), shape))
@@ -194,7 +177,7 @@ def rows_needed(groups: Sequence[Packable], shape: RowShape) -> int:
 _Members = list[tuple[int, int]]  # (group, completion) of each completion of a row, in order
 
 
-def _shared_rows(groups: Sequence[Packable], chosen: Sequence[int], shape: RowShape) -> list[_Members]:
+def _shared_rows(groups: Sequence[Group], chosen: Sequence[int], shape: RowShape) -> list[_Members]:
     """Returns the completions of each row. `chosen` are numbers of groups. Without `shape.packed` a row has one."""
     members = [(p, g) for p in chosen for g in range(len(groups[p].completions))]
     sizes = {(p, g): len(groups[p].prompt) + len(groups[p].completions[g].tokens) for p, g in members}
@@ -214,7 +197,7 @@ def _shared_rows(groups: Sequence[Packable], chosen: Sequence[int], shape: RowSh
     return _first_fit(units, groups, shape.length)
 
 
-def _first_fit(units: Sequence[_Members], groups: Sequence[Packable], length: int) -> list[_Members]:
+def _first_fit(units: Sequence[_Members], groups: Sequence[Group], length: int) -> list[_Members]:
     """Returns the completions of each row. A unit is completions that follow one prompt. The longest unit comes first.
     Each unit goes into the first row with room. A unit that no row can hold is split, longest completions first."""
     rows: list[_Members] = []
@@ -240,7 +223,7 @@ def _first_fit(units: Sequence[_Members], groups: Sequence[Packable], length: in
 
 
 def _filled(
-    rows: Sequence[_Members], groups: Sequence[Packable], trained: Sequence[Sequence[int]], shape: RowShape, pad_id: int
+    rows: Sequence[_Members], groups: Sequence[Group], trained: Sequence[Sequence[int]], shape: RowShape, pad_id: int
 ) -> tuple[Batch, dict[tuple[int, int], tuple[int, int, int]]]:
     """Returns (a micro-batch of numpy arrays; row, first entry and length by the (group, completion) in it)."""
     where = {}

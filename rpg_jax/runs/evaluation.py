@@ -63,7 +63,7 @@ class Drift:
 
     snapshots: Snapshots
     like: Any
-    pack: Callable[[Sequence[Group]], RolloutBatch[Group]]
+    pack: Callable[[Sequence[Group]], RolloutBatch]
     logprobs: Callable[[Any, Rows], tuple[jax.Array, jax.Array, Any]]
     start: int = 0
 

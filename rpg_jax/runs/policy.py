@@ -66,7 +66,7 @@ _ROW = 512  # tokens of a row that completions share, unless one completion need
 _MULTIPLE = 128  # the tokens of a row are a multiple: few shapes to compile, and all kernels take it
 
 
-def _shape(groups: Sequence[data.Example], layout: Layout) -> data.RowShape:
+def _shape(groups: Sequence[data.Group], layout: Layout) -> data.RowShape:
     """The shape of rows that hold `groups`, at least one. Completions of a prompt share a row where `layout` allows."""
     one = max(len(g.prompt) + len(c.tokens) for g in groups for c in g.completions)
     group = max(len(g.prompt) + sum(len(c.tokens) for c in g.completions) for g in groups)
@@ -235,8 +235,8 @@ class Policy:
         if len(prompts) != len(completions):
             raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: give one prompt for each")
         layout, tokenizer = self.experiment.layout, self.experiment.tokenizer
-        scored: list[data.Example] = []
-        for i, (prompt, given) in enumerate(zip(self.encode(prompts), completions, strict=True)):
+        encoded, shared = self.encode(prompts), list[tuple[int, list[Completion]]]()
+        for i, given in enumerate(completions):
             if isinstance(given, str):
                 check_unicode(given, f"completion {i}")
             ids = tokenizer.encode(given) if isinstance(given, str) else given
@@ -247,12 +247,13 @@ class Policy:
                 raise ValueError(f"completion {i} is a text, a Sample or token ids, got {str(given)[:100]}")
             if tokens.min() < 0 or tokens.max() >= layout.model.vocab_size:
                 raise ValueError(f"completion {i} has a token outside 0..{layout.model.vocab_size - 1}")
-            if not scored or prompts[i] != prompts[i - 1]:
-                scored.append(data.Example(prompt, []))
+            if not shared or prompts[i] != prompts[i - 1]:
+                shared.append((i, []))
             unknown = np.zeros(len(tokens), np.float32)
-            scored[-1].completions.append(Completion(tokens.astype(np.int32), unknown, "stop", 0))
-        if not scored:
+            shared[-1][1].append(Completion(tokens.astype(np.int32), unknown, "stop", 0))
+        if not shared:
             return []
+        scored = [data.unscored(_asked(i, prompts[i]), encoded[i], own) for i, own in shared]
         packed = data.pack(scored, _shape(scored, layout), pad_id=tokenizer.pad_id, sharding=layout.row_sharding)
         with layout.activate():
             learner, objective = make_learner(layout, supervised=True), Objective(supervised_loss)  # no loss is needed

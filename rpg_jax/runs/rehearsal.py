@@ -35,10 +35,10 @@ class Rehearsal:
     examples). The sum over an update is then unbiased; a mean over the tokens of a few completions would not be.
     """
 
-    examples: Sequence[data.Example]
+    examples: Sequence[data.Group]
     count: int
     coef: float
-    pack: Callable[[Sequence[data.Example]], list[Batch]]
+    pack: Callable[[Sequence[data.Group]], list[Batch]]
     seed: int
 
     def __call__(self, update: int) -> Rehearsed:
@@ -77,7 +77,7 @@ def check_settings(e: Experiment, settings: Mapping[str, Any]) -> None:
         raise ValueError(f"rehearsal.path was sampled with {'; '.join(other)}: evaluate as the rollout samples")
 
 
-def kept(e: Experiment, rows: Sequence[Mapping[str, Any]]) -> list[data.Example]:
+def kept(e: Experiment, rows: Sequence[Mapping[str, Any]]) -> list[data.Group]:
     """The completions of the problems whose completions are all right, an example for each. `rows` are the lines of an
     evaluation's completions.jsonl, in which the completions of a problem stand together. Problems that the run
     evaluates, and problems whose prompts it would cut, are left out. Completions are left out that a limit has cut,
@@ -92,7 +92,7 @@ def kept(e: Experiment, rows: Sequence[Mapping[str, Any]]) -> list[data.Example]
         trained = len(prompt) <= c.task.max_prompt_tokens and (problem.system, problem.prompt) not in held_out
         if trained and all(row["verdict"] == "right" for row in own):
             whole = [row for row in own if row["finish_reason"] == "stop" and row["tokens"] <= c.rollout.max_tokens]
-            found += [data.Example(prompt, [one]) for row in whole for one in sampled(row, e.tokenizer)]
+            found += [data.unscored(problem, prompt, [one]) for row in whole for one in sampled(row, e.tokenizer)]
     return found
 
 

@@ -96,7 +96,7 @@ class RolloutFiles:
         """Whether a file of the step is due: at step 1 and at the multiples of `every`."""
         return step == 1 or step % self.every == 0
 
-    def after_updates(self, step: int, batch: RolloutBatch[Group], state: TrainState) -> None:
+    def after_updates(self, step: int, batch: RolloutBatch, state: TrainState) -> None:
         """Writes the file of `step`, also if it is not due. `state` is the state after the step's updates on `batch`.
         Collective: all processes call it, and the first process writes."""
         shown: list[int] = []

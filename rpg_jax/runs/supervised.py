@@ -179,7 +179,7 @@ def tell_cuts(e: Experiment) -> None:
         print(f"{cut}: raise warm_start.max_tokens", file=sys.stderr)
 
 
-def examples_of(e: Experiment, problems: Sequence[data.Problem], *, cut: bool = True) -> list[data.Example]:
+def examples_of(e: Experiment, problems: Sequence[data.Problem], *, cut: bool = True) -> list[data.Group]:
     """The demonstrations of problems as tokens, an example each: the last `task.max_prompt_tokens` tokens of the prompt
     as the policy sees it, and the first `rollout.max_tokens` (without `cut` all) tokens of the completion to imitate.
     Raises ValueError if a prompt is empty, or the tokenizer gives a token that the model does not have."""
@@ -194,7 +194,7 @@ def examples_of(e: Experiment, problems: Sequence[data.Problem], *, cut: bool = 
             text, size = e.tokenizer.decode([int(largest)]) or "a special token", e.layout.model.vocab_size
             reason = f"the tokenizer gives token {largest}, {text!r}, and the model has {size}"
             raise ValueError(f"{reason}: take the model's own tokenizer")
-        found.append(data.Example(prompt, [imitated]))
+        found.append(data.unscored(problem, prompt, [imitated]))
     return found
 
 
@@ -218,7 +218,7 @@ def _imitated(
     return Completion(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), "stop", 0, turns=turns)
 
 
-def packed(e: Experiment, examples: Sequence[data.Example], shape: data.RowShape) -> list[Batch]:
+def packed(e: Experiment, examples: Sequence[data.Group], shape: data.RowShape) -> list[Batch]:
     """Examples as micro-batches of `shape` on the devices, the last one filled up with empty rows."""
     return data.pack(examples, shape, pad_id=e.tokenizer.pad_id, sharding=e.layout.row_sharding).batches
 

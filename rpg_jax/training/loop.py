@@ -20,8 +20,6 @@ from rpg_jax.training.state import TrainState
 from rpg_jax.training.step import Anchor, Programs, Rehearsed
 from rpg_jax.types import Rows
 
-Packed = RolloutBatch[Group]
-
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
@@ -52,7 +50,7 @@ class Algorithm:
     """
 
     collector: Collector
-    pack: Callable[..., Packed]
+    pack: Callable[..., RolloutBatch]
     advantages: Advantages | None
     programs: Programs
     reference: Reference
@@ -63,7 +61,7 @@ class Algorithm:
     exact: bool = False
     rehearsal: Callable[[int], Rehearsed] | None = None
     token_rewards: Callable[[Sequence[Group]], list[list[np.ndarray]]] | None = None
-    after_updates: Callable[[int, Packed, TrainState], None] | None = None
+    after_updates: Callable[[int, RolloutBatch, TrainState], None] | None = None
     is_recorded: Callable[[int], bool] = lambda step: True
     reward_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     experts: int = 0
@@ -133,7 +131,7 @@ def take_step(a: Algorithm, state: TrainState, number: int) -> Step:
     return Step(number, state, metrics, updates, collected.generated, fault)
 
 
-def for_the_update(a: Algorithm, batch: Packed) -> Packed:
+def for_the_update(a: Algorithm, batch: RolloutBatch) -> RolloutBatch:
     """Returns the batch for an update that computes log π_old itself: `behaviour_logprobs` are None, and `ref_logprobs`
     are None too unless the reference may differ from the policy that samples."""
     other = a.reference.differs(a.updates_per_step)
@@ -144,7 +142,9 @@ def for_the_update(a: Algorithm, batch: Packed) -> Packed:
     return dataclasses.replace(batch, batches=own)
 
 
-def add_logprobs(a: Algorithm, batch: Packed, state: TrainState, *, reference: bool = True) -> tuple[Packed, Metrics]:
+def add_logprobs(
+    a: Algorithm, batch: RolloutBatch, state: TrainState, *, reference: bool = True
+) -> tuple[RolloutBatch, Metrics]:
     """Returns the batch with the column `behaviour_logprobs` (and `ref_logprobs` if `reference`), and metrics.
     log π_old is the trainer's pass under the present weights, or, unless `a.decoupled`, the stored number of a token
     that earlier weights sampled.
@@ -172,7 +172,7 @@ def add_logprobs(a: Algorithm, batch: Packed, state: TrainState, *, reference: b
 
 
 def _reference_pass(
-    a: Algorithm, batch: Packed, state: TrainState, present: tuple[jax.Array, ...] | None = None
+    a: Algorithm, batch: RolloutBatch, state: TrainState, present: tuple[jax.Array, ...] | None = None
 ) -> tuple[jax.Array, ...]:
     """log π_ref of each micro-batch, f32[B, C]. `present` are the log-probs of the present policy; None: unknown.
 
@@ -188,7 +188,7 @@ def _reference_pass(
     return tuple(of.logprobs(params, b.rows if coincides else b.rows.unrouted)[0] for b in batch.batches)
 
 
-def _present_pass(a: Algorithm, batch: Packed, state: TrainState) -> tuple[tuple[jax.Array, ...], Metrics]:
+def _present_pass(a: Algorithm, batch: RolloutBatch, state: TrainState) -> tuple[tuple[jax.Array, ...], Metrics]:
     """Log-probs f32[B, C] of each micro-batch under the present weights, and the pass's metrics as (sum, weight)."""
     present, sums, load = [], [], []
     for b in batch.batches:
@@ -201,7 +201,7 @@ def _present_pass(a: Algorithm, batch: Packed, state: TrainState) -> tuple[tuple
     return tuple(present), losses.merge(sums) | of_experts
 
 
-def add_advantages(a: Algorithm, batch: Packed, state: TrainState) -> Packed:
+def add_advantages(a: Algorithm, batch: RolloutBatch, state: TrainState) -> RolloutBatch:
     """Returns the batch with the columns of `a.advantages`, from the rewards of a group or batch. With a critic, the
     batch gets `rewards` of tokens, and `advantages`, `values` and `returns` from the critic's values of the tokens."""
     if a.advantages is not None:
@@ -231,7 +231,7 @@ def anchor_of(a: Algorithm, state: TrainState) -> Anchor:
     return programs.anchor(a.reference.params())
 
 
-def update(a: Algorithm, batch: Packed, state: TrainState, step: int) -> tuple[TrainState, Metrics, list]:
+def update(a: Algorithm, batch: RolloutBatch, state: TrainState, step: int) -> tuple[TrainState, Metrics, list]:
     """Makes one update a mini-batch, in `a.epochs` passes over `batch`, and tells the reference of each update. Returns
     the state, the metrics as sums and weights over all updates, and the mean metrics of each update. Waits for the
     devices. `step` is the number of the step, from 1. The arrays of `state` are donated."""

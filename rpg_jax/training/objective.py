@@ -66,7 +66,7 @@ def mean_fn(aggregate: str, constant_length: int | None) -> losses.Mean:
     return lambda values, batch: losses.aggregate(values, batch, aggregate, constant_length)
 
 
-Advantages = Callable[[RolloutBatch[Group]], Mapping[str, np.ndarray | list[list[np.ndarray]]]]
+Advantages = Callable[[RolloutBatch], Mapping[str, np.ndarray | list[list[np.ndarray]]]]
 """A batch with its log-probs -> its columns `advantages` and, for RPG of completions, `kl_baseline`.
 
 A column has one number for each prompt and completion, or f32[n] with one number for each token.
@@ -95,7 +95,7 @@ def advantages_fn(
       environment_weight: the weight of the environment's part in the reward; only "turn" reads it.
       **hyperparameters: those of the loss.
     """
-    of_rewards: Callable[[RolloutBatch[Group]], Any]
+    of_rewards: Callable[[RolloutBatch], Any]
     of_rewards = functools.partial(turn_advantages, advantage=advantage, environment_weight=environment_weight)
     if credit == "completion":
         of_rewards = functools.partial(completion_advantages, advantage=advantage, part_weights=part_weights)
@@ -104,9 +104,7 @@ def advantages_fn(
     return lambda batch: with_kl_baseline(of_rewards(batch), batch, **hyperparameters)
 
 
-def completion_advantages(
-    batch: RolloutBatch[Group], *, advantage: str, part_weights: Sequence[float] = ()
-) -> np.ndarray:
+def completion_advantages(batch: RolloutBatch, *, advantage: str, part_weights: Sequence[float] = ()) -> np.ndarray:
     """Advantages f32[P, G] of the rewards of P groups of G completions, by the name `advantage` of `ADVANTAGES`.
     Completions that are not `Group.counted` have 0. `part_weights` weigh the parts of the reward, for `gdpo`."""
     rewards = np.stack([g.rewards for g in batch.groups])
@@ -116,7 +114,7 @@ def completion_advantages(
     return np.asarray(losses.advantages(advantage, rewards, lengths=trained, counted=counted_of(batch), **of_parts))
 
 
-def turn_advantages(batch: RolloutBatch[Group], *, advantage: str, environment_weight: float) -> list[list[np.ndarray]]:
+def turn_advantages(batch: RolloutBatch, *, advantage: str, environment_weight: float) -> list[list[np.ndarray]]:
     """Advantages of turns: for each group and completion f32[n], one number for each of its n tokens. `advantage`
     compares the returns to go of turns, see `losses.turn_advantages`; `environment_weight` is ω of `returns`."""
     paid = [returns(g, environment_weight) for g in batch.groups]
@@ -128,7 +126,7 @@ def turn_advantages(batch: RolloutBatch[Group], *, advantage: str, environment_w
 
 
 def with_kl_baseline(
-    advantages: np.ndarray | list[list[np.ndarray]], batch: RolloutBatch[Group], **hyperparameters: Any
+    advantages: np.ndarray | list[list[np.ndarray]], batch: RolloutBatch, **hyperparameters: Any
 ) -> Mapping[str, np.ndarray | list[list[np.ndarray]]]:
     """{"advantages": the sum of `advantages` and the baseline, "kl_baseline": f32[P, G], the leave-one-out baseline of
     the KL that RPG of completions has}, from log π_old − log π_ref of `batch` and the loss's `hyperparameters`. Every
@@ -142,7 +140,7 @@ def with_kl_baseline(
     return {"advantages": both, "kl_baseline": baseline}
 
 
-def counted_of(batch: RolloutBatch[Group]) -> jax.Array | None:
+def counted_of(batch: RolloutBatch) -> jax.Array | None:
     """Returns bool[P, G], the completions that are `Group.counted`; None if all are."""
     counted = np.stack([g.counted for g in batch.groups])
     return None if counted.all() else jnp.asarray(counted)

@@ -8,7 +8,6 @@ import pytest
 
 from configs import reasoning
 from rpg_jax import data
-from rpg_jax.data import Example
 from rpg_jax.runs.evaluation import Drift
 from rpg_jax.runs.reinforcement import make_drift
 from rpg_jax.types import Completion, Turns
@@ -26,7 +25,8 @@ def test_the_kl_to_the_initial_policy_is_the_mean_log_ratio_of_completions():
             np.array(x, np.int32), np.zeros(len(x)), "stop", 0, turns=Turns(np.array(x) == 9, np.zeros(2))
         )
 
-    groups = [Example(np.ones(2, np.int32), [completion(x) for x in group]) for group in tokens]
+    problem = data.Problem(0, "1+1=", "2", "")
+    groups = [data.unscored(problem, np.ones(2, np.int32), [completion(x) for x in group]) for group in tokens]
     drift = Drift(
         SimpleNamespace(restore=lambda number, like: 3.0),
         None,

@@ -71,9 +71,9 @@ def test_an_evaluation_of_an_earlier_version_is_refused(experiment, tokenizer):
 
 
 def test_a_pass_takes_each_completion_once_and_an_update_depends_on_its_number_alone():
-    examples = [
-        data.Example(np.array([i]), [Completion(np.arange(i + 1), np.zeros(i + 1), "stop", 0)]) for i in range(5)
-    ]
+    problem = data.Problem(0, "1+1=", "2", "")
+    completions = [Completion(np.arange(i + 1), np.zeros(i + 1), "stop", 0) for i in range(5)]
+    examples = [data.unscored(problem, np.array([i]), [one]) for i, one in enumerate(completions)]
     rehearsal = Rehearsal(examples, 3, 0.5, lambda chosen: [int(e.prompt[0]) for e in chosen], seed=1)
     drawn = [rehearsal(number) for number in range(5)]
     taken = [i for each in drawn for i in each.batches]

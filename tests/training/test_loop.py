@@ -152,7 +152,8 @@ def test_a_reference_that_moves_every_second_step_counts_the_loops_steps(parts, 
 
 def test_every_update_of_a_run_rehearses_by_its_number(parts, tmp_path):
     tokens = Completion(np.array([4, 1], np.int32), np.zeros(2, np.float32), "stop", 0)
-    numbers, kept = [], data.pack([data.Example(np.array([3]), [tokens])], SHAPE, sharding=parts["rows"])
+    group = data.unscored(data.Problem(0, "1+1=", "2", ""), np.array([3]), [tokens])
+    numbers, kept = [], data.pack([group], SHAPE, sharding=parts["rows"])
 
     def rehearsal(number):
         numbers.append(number)

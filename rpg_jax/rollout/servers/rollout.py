@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rpg_jax.data.packing import Packable
+from rpg_jax.data.groups import Group
 from rpg_jax.parallel import hosts
 from rpg_jax.rewards.callables import Background
 from rpg_jax.rollout.request import Request, Row
@@ -159,7 +159,7 @@ class ServedTeacher:
         self._background = Background("rpg-teacher")
         self._running = self._background.begin(balance.run())
 
-    def logprobs(self, groups: Sequence[Packable]) -> list[list[np.ndarray]]:
+    def logprobs(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
         """For each group, and each of its completions, the log-probabilities f32[n], in nats, of the completion's n
         tokens. Blocks. All processes call this together, with the same groups. Raises ServerError as `Balance.ask`."""
         texts = [(g.prompt, completion.tokens) for g in groups for completion in g.completions]
