@@ -7,6 +7,12 @@ import numpy as np
 # Beyond any model: a damaged config.json is refused before a million layers are laid out.
 LARGEST = {"vocab_size": 2**24, "num_layers": 1000, "embed_dim": 2**20, "num_heads": 2**14, "num_kv_heads": 2**14}
 LARGEST |= {"head_dim": 2**14, "hidden_dim": 2**24, "max_position_embeddings": 2**31 - 1}
+_LARGEST_OF_EXPERTS = {"count": 2**16, "per_token": 2**16, "hidden_dim": 2**24}
+
+
+def _check_size(name: str, value: object, least: int, largest: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= largest:
+        raise ValueError(f"{name} must be a whole number in [{least}, {largest}], got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +69,8 @@ class Rope:
 class Experts:
     """A mixture of SwiGLU experts in every layer: each token goes to `per_token` of `count` experts. An expert has
     `hidden_dim` hidden units. Softmax probabilities weight the outputs of the chosen experts. If `renormalise`, a
-    token's weights are divided by their sum. Raises ValueError unless 1 <= per_token <= count and hidden_dim >= 1."""
+    token's weights are divided by their sum. Raises ValueError unless all three are whole numbers from 1 to a limit
+    beyond any model, and per_token <= count."""
 
     count: int
     per_token: int
@@ -71,10 +78,10 @@ class Experts:
     renormalise: bool = True
 
     def __post_init__(self):
-        if not 1 <= self.per_token <= self.count:
+        for name, largest in _LARGEST_OF_EXPERTS.items():
+            _check_size(f"experts {name}", vars(self)[name], 1, largest)
+        if self.per_token > self.count:
             raise ValueError(f"experts per_token {self.per_token} must be in 1..{self.count}")
-        if self.hidden_dim < 1:
-            raise ValueError(f"a model with experts needs their hidden_dim >= 1, got {self.hidden_dim}")
 
     @property
     def dtype(self) -> np.dtype:
@@ -119,9 +126,7 @@ class DecoderConfig:
 
     def __post_init__(self):
         for name, largest in LARGEST.items():
-            value, least = (vars(self) | vars(self.rope))[name], 0 if name == "hidden_dim" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= largest:
-                raise ValueError(f"{name} must be a whole number in [{least}, {largest}], got {value!r}")
+            _check_size(name, (vars(self) | vars(self.rope))[name], 0 if name == "hidden_dim" else 1, largest)
         extension = dataclasses.asdict(self.rope)["scaling"] or {}
         for name, number in {"rms_norm_eps": self.rms_norm_eps, "rope theta": self.rope.theta, **extension}.items():
             unset = name == "attention_factor" and number is None

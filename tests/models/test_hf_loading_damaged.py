@@ -23,15 +23,17 @@ CONFIG = {
     "rope_theta": 1e6,
     "max_position_embeddings": 64,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 NUMBERS = [name for name, value in CONFIG.items() if isinstance(value, int) and name != "max_position_embeddings"]
 
 
 @pytest.mark.parametrize("value", [-1, 10**6 + 1, 10**400, 1.5, True, "28", [2], {"a": 2}], ids=str)
-@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("name", [*NUMBERS, *EXPERTS])
 def test_a_number_that_is_none_of_a_model_is_refused_with_its_file(tmp_path, name, value):
-    if value == 10**6 + 1 and name in ("vocab_size", "hidden_size", "intermediate_size"):
+    if value == 10**6 + 1 and name in ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"):
         value *= 10**3
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {name: value}), encoding="utf-8")
+    mixture = EXPERTS | {"model_type": "qwen3_moe"} if name in EXPERTS else {}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | mixture | {name: value}), encoding="utf-8")
     with pytest.raises(ValueError, match=r"config\.json: ") as error:
         read_config(tmp_path)
     assert "\n" not in str(error.value)
