@@ -108,13 +108,7 @@ def load(
     if a tied model has a head that differs from its embedding. The message names them.
     """
     with Folder(folder) as files:
-        placed = place_all(files, layout(config), param_dtype, shardings, head_is_tied=config.tie_embeddings)
-    finite = jax.jit(lambda x: jnp.all(jnp.isfinite(x)))
-    if wrong := [".".join(path) for path, x in placed.items() if not finite(x)]:
-        raise ValueError(
-            f"{folder} has weights that are not finite, in {some(wrong)}. Copy it again from where it came"
-        )
-    return unflatten_dict(placed)
+        return place_all(files, layout(config), param_dtype, shardings, head_is_tied=config.tie_embeddings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,11 +200,11 @@ def _check_tensors(files: Folder, stored: list[Stored], *, head_is_tied: bool = 
 
 def place_all(
     files: Folder, stored: list[Stored], dtype, shardings: Params | None, *, head_is_tied: bool = False
-) -> dict[tuple[str, ...], jax.Array]:
-    """Returns the `stored` parameters in `dtype` on the devices, by their paths; each device reads its own shard only.
-    `shardings` is a nested dict by the same paths; None: all on the first local device. With `head_is_tied` the output
+) -> Params:
+    """Returns the `stored` parameters in `dtype` on the devices, a nested dict by their paths; each device reads its
+    own shard only. `shardings` is such a dict too; None: all on the first local device. With `head_is_tied` the output
     head is the embedding, and the files have no head or an equal head. Raises ValueError unless the files have the
-    tensors of `stored` alone, in their shapes."""
+    tensors of `stored` alone, in their shapes, and all numbers are finite."""
     _check_tensors(files, stored, head_is_tied=head_is_tied)
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     where = flatten_dict(shardings) if shardings is not None else {entry.path: default for entry in stored}
@@ -219,7 +213,16 @@ def place_all(
         read = functools.partial(entry.read, dtype=jnp.dtype(dtype), fetch=files.fetch)
         placed = jax.make_array_from_callback(entry.shape, where[entry.path], read, jnp.dtype(dtype))
         found[entry.path] = jax.block_until_ready(placed)
-    return found
+    if wrong := [".".join(path) for path, x in found.items() if not _finite(x)]:
+        raise ValueError(
+            f"{files.path} has weights that are not finite, in {some(wrong)}. Copy it again from where it came"
+        )
+    return unflatten_dict(found)
+
+
+@jax.jit
+def _finite(x: jax.Array) -> jax.Array:
+    return jnp.all(jnp.isfinite(x))
 
 
 _DESCRIPTION = ("*.json", "*.jinja", "*.txt", "*.model")  # config, tokenizer, chat template

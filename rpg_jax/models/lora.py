@@ -195,11 +195,12 @@ def load_adapters(
 ) -> Params:
     """Reads the tree of (unscaled) adapters in a folder of the library peft, in `dtype`. Each device reads its own
     shard only. `shardings` is a tree like the adapters; None: all on the first local device. Raises ValueError if a
-    file is missing or damaged, or the folder has adapters of another kind, rank, alpha, targets or model."""
+    file is missing or damaged, a number is not finite, or the folder has adapters of another kind, rank, alpha, targets
+    or model."""
     folder = Path(folder)
     _check(folder, config, lora)
     with Folder(folder, WEIGHTS) as files:
-        return unflatten_dict(place_all(files, _layout(config, lora), dtype, shardings))
+        return place_all(files, _layout(config, lora), dtype, shardings)
 
 
 def _layout(config: DecoderConfig, lora: Lora) -> list[Stored]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from rpg_jax import models
 from rpg_jax.models.lora import Base, Lora, load_adapters, save_adapters
@@ -78,3 +78,12 @@ def test_an_adapter_of_another_model_is_refused_by_its_shapes(tmp_path):
     other = models.read_config(GOLDEN / "qwen2")
     with pytest.raises(ValueError, match="misshapen"):
         load_adapters(FOLDER, other, LORA)
+
+
+def test_an_adapter_with_a_number_that_is_not_finite_is_named(tmp_path):
+    folder = shutil.copytree(FOLDER, tmp_path / "adapter")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors[min(tensors)][0, 1] = np.nan
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"adapter has weights that are not finite, in layers\.mlp\.down\.a\. Copy it"):
+        load_adapters(folder, CONFIG, LORA)
