@@ -187,11 +187,11 @@ def _parquet(file: Path) -> Rows:
 def _jsonl(file: Path) -> Rows:
     """Yields the JSON of each line, counted from 1, or the entries of a file that is one JSON array."""
     with file.open("rb") as lines:
-        first = lines.read(2)
-        if first in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # `json` guesses the encoding of each line by itself
+        head = lines.read(100)
+        if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # `json` guesses the encoding of each line by itself
             raise ValueError(f"{file} is in UTF-16: save it as UTF-8")
         lines.seek(0)
-        if first[:1] == b"[":
+        if head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             try:
                 rows = json.loads(lines.read(), object_pairs_hook=distinct)
             except (ValueError, RecursionError) as error:

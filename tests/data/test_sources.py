@@ -143,8 +143,9 @@ def test_a_file_in_utf_16_is_refused_whole(tmp_path, encoding):
 
 
 def test_an_array_is_read_by_its_first_character_whatever_the_file_is_called(tmp_path):
-    for name in ("a.json", "a.jsonl"):
-        (tmp_path / name).write_text(json.dumps([{"question": "x", "answer": "1"}], indent=1))
+    for name, before in {"a.json": "", "a.jsonl": "", "b.json": "\ufeff", "c.json": "\n  "}.items():
+        text = before + json.dumps([{"question": "x", "answer": "1"}], indent=1)
+        (tmp_path / name).write_text(text, encoding="utf-8")
         assert [p.question for p in load(str(tmp_path / name))[0]] == ["x"]
     (tmp_path / "a.json").write_text('[{"question": "x", "answer": "1", "answer": "2"}]')
     with pytest.raises(ValueError, match="a.json is not a readable JSON array: the key 'answer' stands twice"):
