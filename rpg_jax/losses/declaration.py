@@ -105,7 +105,7 @@ def check(loss: str, declarations: Mapping[str, Any], given: Mapping[str, Any]) 
                 raise unknown(name, value, allowed)
             continue
         number = isinstance(value, numbers.Real | np.ndarray | np.generic) and not isinstance(value, bool)
-        if not number or not allowed.holds(float(value)) or (kind is int and float(value) % 1):
+        if not number or np.ndim(value) or not allowed.holds(float(value)) or (kind is int and float(value) % 1):
             whole = "a whole number " if kind is int else ""
             off = ", or None to switch it off" if optional else ""
             raise ValueError(f"{name} of loss {loss!r} must be {whole}in {allowed.text}{off}; got {value!r}")

@@ -7,6 +7,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from rpg_jax.losses import LOSSES, PrefixKL, policy_loss
@@ -124,6 +125,8 @@ def test_a_choice_takes_its_words_and_no_other(hyperparameter):
 def test_a_scheduled_coefficient_may_be_a_tracer():
     evaluate("rpg", kl_coef=jnp.float32(0.1))
     jax.eval_shape(lambda beta: evaluate("rpg", kl_coef=beta)[0], jax.ShapeDtypeStruct((), jnp.float32))
+    with pytest.raises(ValueError, match=r"kl_coef of loss 'rpg' must be in \[0, inf\); got array"):
+        evaluate("rpg", kl_coef=np.ones(2))
 
 
 def test_a_loss_whose_hyperparameter_declares_no_values_is_refused():
