@@ -62,13 +62,15 @@ def override(overrides: Mapping[str, MeshAxes], rules: Rules = RULES) -> Rules:
 
 def parse_rules(text: str | None) -> Rules:
     """Returns `RULES` with the entries of `text`, e.g. "embed=fsdp+context,kv_heads="; `RULES` alone for None or "". An
-    entry without a mesh axis replicates. Of two entries for one axis the first is ignored. Raises ValueError if an
-    entry has no "=", names an unknown logical axis or mesh axis, or names a mesh axis twice."""
+    entry without a mesh axis replicates. Raises ValueError if an entry has no "=", names an unknown logical axis or
+    mesh axis, or names a mesh axis twice, or if two entries are of one logical axis."""
     overrides: dict[str, MeshAxes] = {}
     for entry in (part.strip() for part in (text or "").split(",") if part.strip()):
         name, sign, axes = entry.partition("=")
         if not sign:
             raise ValueError(f"sharding: {entry!r} is not of the form LOGICAL=MESH_AXIS[+MESH_AXIS]")
+        if name in overrides:
+            raise ValueError(f"sharding: {name} stands twice; give it once")
         overrides[name] = tuple(axes.split("+")) if axes else None
     return override(overrides)
 

@@ -58,6 +58,8 @@ def test_rules_are_read_from_the_config():
     assert parse_rules(None) == parse_rules("") == RULES
     with pytest.raises(ValueError, match="'embed' is not of the form"):
         parse_rules("embed")
+    with pytest.raises(ValueError, match="sharding: embed stands twice"):
+        parse_rules("embed=fsdp, heads=, embed=context")
 
 
 def test_an_override_changes_one_entry_and_leaves_the_table():
