@@ -81,7 +81,7 @@ def test_sharding_rules_come_from_the_config():
     config.sharding = "embed=fsdp+context, kv_heads="
     rules = make_layout(config, None).rules
     assert rules["embed"] == ("fsdp", "context")
-    assert rules["kv_heads"] is None
+    assert rules["kv_heads"] == ()
     assert rules["vocab"] == parallel.RULES["vocab"]
     config.sharding = "vocab"
     with pytest.raises(ValueError, match="LOGICAL=MESH_AXIS"):
@@ -146,13 +146,13 @@ def test_decoding_follows_the_config_s_sharding_and_copies_key_value_heads_that_
     config = load("qwen2p5_0p5b_gsm8k").get_config()  # 14 heads, two of keys and values
     config.rollout.tensor, config.sharding = 2, "vocab="
     rules = make_decoding(make_layout(config, None)).rules
-    assert (rules["vocab"], rules["kv_heads"]) == (None, "tensor")
+    assert (rules["vocab"], rules["kv_heads"]) == ((), ("tensor",))
     config.model.size, config.rollout.tensor = "qwen3-4b", 8
-    assert make_decoding(make_layout(config, None)).rules["kv_heads"] == "tensor"
+    assert make_decoding(make_layout(config, None)).rules["kv_heads"] == ("tensor",)
     config = base.variant(config, "tiny")  # four heads, two of keys and values
     config.rollout.tensor = 4
     decoding = make_decoding(make_layout(config, 32))
-    assert (decoding.rules["kv_heads"], decoding.rules["heads"]) == (None, "tensor")
+    assert (decoding.rules["kv_heads"], decoding.rules["heads"]) == ((), ("tensor",))
 
 
 def test_devices_that_only_sample_are_the_last_and_the_mesh_is_of_the_others(monkeypatch):

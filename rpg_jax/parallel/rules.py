@@ -13,26 +13,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rpg_jax.parallel.mesh import MESH_AXES
 
-MeshAxes = str | tuple[str, ...] | None
-Rules = Mapping[str, MeshAxes]
+Rules = Mapping[str, tuple[str, ...]]
+"""The mesh axes that cut each logical axis; () leaves it whole on every device."""
 
 RULES: Rules = MappingProxyType(
     {
         # Parameters: FSDP shards the model dimension, tensor parallelism everything that is local to a head, a hidden
         # unit or a vocabulary entry. Activations of heads lie where the heads are.
-        "layers": None,
-        "vocab": "tensor",
-        "embed": "fsdp",
-        "heads": "tensor",
-        "kv_heads": "tensor",
-        "hidden": "tensor",
-        "experts": "expert",
-        "router": None,
-        "norm": None,
+        "layers": (),
+        "vocab": ("tensor",),
+        "embed": ("fsdp",),
+        "heads": ("tensor",),
+        "kv_heads": ("tensor",),
+        "hidden": ("tensor",),
+        "experts": ("expert",),
+        "router": (),
+        "norm": (),
         # Rows and positions of a training batch, and the rows of a decode step. The rows of a prefill are few, and are
         # whole on every device.
         "batch": ("replica", "fsdp", "expert"),
-        "length": "context",
+        "length": ("context",),
         "slots": ("replica", "fsdp", "expert"),
     }
 )
@@ -44,40 +44,40 @@ _TOKENS = ("batch", "length", "slots")
 _IN_FORCE = jax.make_user_context()
 
 
-def override(overrides: Mapping[str, MeshAxes], rules: Rules = RULES) -> Rules:
-    """Returns a copy of `rules` with the entries of `overrides`. An entry maps a logical axis to one mesh axis, to a
-    tuple or list of mesh axes, or to None: every device then holds the dimension whole. Raises ValueError if `rules`
-    lacks the logical axis, `MESH_AXES` lacks a mesh axis, or an entry names a mesh axis twice."""
+def override(overrides: Rules, rules: Rules = RULES) -> Rules:
+    """Returns a copy of `rules` with the entries of `overrides`. An entry maps a logical axis to mesh axes; with none,
+    every device holds the dimension whole. Raises ValueError if `rules` lacks the logical axis, `MESH_AXES` lacks a
+    mesh axis, or an entry names a mesh axis twice."""
     unknown = sorted(set(overrides) - set(rules))
     if unknown:
         raise ValueError(f"unknown logical axes {unknown}; the rules name {', '.join(sorted(rules))}")
     for name, axes in overrides.items():
-        strangers = [axis for axis in _axes(axes) if axis not in MESH_AXES]
+        strangers = [axis for axis in axes if axis not in MESH_AXES]
         if strangers:
             raise ValueError(f"rule {name} -> {axes}: no mesh axis {strangers}; the axes are {', '.join(MESH_AXES)}")
-        if len(set(_axes(axes))) < len(_axes(axes)):
+        if len(set(axes)) < len(axes):
             raise ValueError(f"rule {name} -> {axes} names a mesh axis twice; name it once")
-    return MappingProxyType({**rules, **{k: tuple(v) if isinstance(v, list) else v for k, v in overrides.items()}})
+    return MappingProxyType({**rules, **overrides})
 
 
 def parse_rules(text: str | None) -> Rules:
     """Returns `RULES` with the entries of `text`, e.g. "embed=fsdp+context,kv_heads="; `RULES` alone for None or "". An
     entry without a mesh axis replicates. Raises ValueError if an entry has no "=", names an unknown logical axis or
     mesh axis, or names a mesh axis twice, or if two entries are of one logical axis."""
-    overrides: dict[str, MeshAxes] = {}
+    overrides: dict[str, tuple[str, ...]] = {}
     for entry in (part.strip() for part in (text or "").split(",") if part.strip()):
         name, sign, axes = entry.partition("=")
         if not sign:
             raise ValueError(f"sharding: {entry!r} is not of the form LOGICAL=MESH_AXIS[+MESH_AXIS]")
         if name in overrides:
             raise ValueError(f"sharding: {name} stands twice; give it once")
-        overrides[name] = tuple(axes.split("+")) if axes else None
+        overrides[name] = tuple(axes.split("+")) if axes else ()
     return override(overrides)
 
 
 def shards(name: str, sizes: Mapping[str, int], rules: Rules = RULES) -> int:
     """Returns the number of parts into which a mesh with axes of `sizes` cuts the logical axis `name` under `rules`."""
-    return math.prod(sizes[axis] for axis in _axes(rules[name]))
+    return math.prod(sizes[axis] for axis in rules[name])
 
 
 def shardings(logical_axes: Any, shapes: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
@@ -120,7 +120,7 @@ def check(rules: Rules, sizes: Mapping[str, int]) -> None:
     Raises ValueError if a mesh axis breaks this rule, or cuts both rows and positions of a batch; or if the key-value
     heads are neither on all devices nor sharded as the query heads.
     """
-    wide = {name: tuple(axis for axis in _axes(axes) if sizes[axis] > 1) for name, axes in rules.items()}
+    wide = {name: tuple(axis for axis in axes if sizes[axis] > 1) for name, axes in rules.items()}
     for part, tokens in itertools.product(_SUMMED, _TOKENS):
         for axis in (axis for axis in wide[part] if axis in wide[tokens]):
             raise ValueError(
@@ -140,12 +140,12 @@ def check(rules: Rules, sizes: Mapping[str, int]) -> None:
 def _partition_spec(where: str, shape: tuple[int, ...], names: Any, mesh: Mesh, rules: Rules) -> PartitionSpec:
     if not isinstance(names, tuple) or len(names) != len(shape):
         raise ValueError(f"{where}: shape {shape} needs a tuple of {len(shape)} logical axes, got {names!r}")
-    entries: list[MeshAxes] = []
+    entries: list[tuple[str, ...]] = []
     taken: dict[str, str] = {}
     for size, name in zip(shape, names, strict=True):
         if name is not None and name not in rules:
             raise ValueError(f"{where}: no rule for logical axis {name!r}; the rules name {', '.join(sorted(rules))}")
-        axes = _axes(rules[name]) if name is not None else ()
+        axes = rules[name] if name is not None else ()
         for axis in axes:
             if axis in taken:
                 raise ValueError(f"{where}: {taken[axis]!r} and {name!r} both fall on mesh axis {axis!r}; override one")
@@ -156,9 +156,5 @@ def _partition_spec(where: str, shape: tuple[int, ...], names: Any, mesh: Mesh, 
                 f"{where}: {name} of size {size} is not divided by {parts} devices of mesh axes {axes}; "
                 f"choose another mesh or override the rule ({name}= replicates it)"
             )
-        entries.append(axes if len(axes) > 1 else axes[0] if axes else None)
+        entries.append(axes)
     return PartitionSpec(*entries)
-
-
-def _axes(axes: MeshAxes) -> tuple[str, ...]:
-    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)

@@ -206,7 +206,7 @@ def make_decoding(layout: Layout, most: int | None = None) -> rollout.Decoding:
     shardings = None
     if mesh is not layout.mesh:
         if layout.model.num_kv_heads % mesh.shape["tensor"]:
-            rules = parallel.override({"kv_heads": None}, rules)
+            rules = parallel.override({"kv_heads": ()}, rules)
         shapes, axes = layout.weights, models.logical_axes(layout.model)
         if layout.lora is not None and not m.lora.merged:
             shapes, axes = layout.adapters, adapter_axes(layout.model, layout.lora)

@@ -109,7 +109,7 @@ def test_needed_blocks_are_those_with_a_pair_of_one_completion(lengths, first):
     [
         ("xla", {"context": 4, "fsdp": 2}, {}),
         ("splash", {"context": 2, "tensor": 2, "fsdp": 2}, {}),
-        ("splash", {"tensor": 4, "fsdp": 2}, {"kv_heads": None}),
+        ("splash", {"tensor": 4, "fsdp": 2}, {"kv_heads": ()}),
     ],
     ids=["xla context", "splash context and heads", "splash with fewer key-value heads than devices"],
 )

@@ -202,7 +202,7 @@ def test_tokens_appended_in_eight_bits_are_those_of_a_cache_rounded_at_once():
 @pytest.mark.slow  # interpreted on eight devices
 @pytest.mark.parametrize(
     ("mesh_shape", "overrides"),
-    [({"fsdp": 4, "tensor": 2}, {}), ({"replica": 2, "tensor": 4}, {"kv_heads": None})],
+    [({"fsdp": 4, "tensor": 2}, {}), ({"replica": 2, "tensor": 4}, {"kv_heads": ()})],
     ids=["slots and heads", "fewer key-value heads than devices"],
 )
 def test_the_kernels_spread_over_a_mesh_give_the_same(blocks_of_32, mesh_shape, overrides):
@@ -223,7 +223,7 @@ def test_a_kernel_without_the_key_value_heads_of_its_queries_would_give_other_nu
     """`parallel.rules.check` refuses such rules."""
     cache, token = random_cache([0, 96, 40, 31]), random_token(4, 4, 2)
     monkeypatch.setattr("rpg_jax.parallel.rules.check", lambda rules, sizes: None)
-    rules = parallel.override({"heads": None})
+    rules = parallel.override({"heads": ()})
     with parallel.activate(mesh := parallel.make_mesh({"tensor": 2}, jax.devices()[:2]), rules):
         spread = jax.device_put(cache, parallel.shardings(cache.logical_axes, cache, mesh, rules))
         got = attend("ragged", token, spread)

@@ -49,12 +49,12 @@ def test_each_dimension_falls_on_the_axes_of_its_rule():
 def test_rows_fall_on_every_axis_that_their_rule_names():
     sizes = mesh_sizes({"fsdp": 8, "expert": 8}, 64)
     assert shards("batch", sizes) == 64
-    assert shards("batch", sizes, override({"batch": "fsdp"})) == shards("hidden", sizes | {"tensor": 8}) == 8
+    assert shards("batch", sizes, override({"batch": ("fsdp",)})) == shards("hidden", sizes | {"tensor": 8}) == 8
     assert shards("norm", sizes) == 1
 
 
 def test_rules_are_read_from_the_config():
-    assert parse_rules("embed=fsdp+context, kv_heads=") == override({"embed": ("fsdp", "context"), "kv_heads": None})
+    assert parse_rules("embed=fsdp+context, kv_heads=") == override({"embed": ("fsdp", "context"), "kv_heads": ()})
     assert parse_rules(None) == parse_rules("") == RULES
     with pytest.raises(ValueError, match="'embed' is not of the form"):
         parse_rules("embed")
@@ -63,10 +63,10 @@ def test_rules_are_read_from_the_config():
 
 
 def test_an_override_changes_one_entry_and_leaves_the_table():
-    rules = override({"kv_heads": None, "embed": ["fsdp", "expert"]})
-    assert rules["kv_heads"] is None
+    rules = override({"kv_heads": (), "embed": ("fsdp", "expert")})
+    assert rules["kv_heads"] == ()
     assert rules["embed"] == ("fsdp", "expert")
-    assert RULES["kv_heads"] == "tensor"
+    assert RULES["kv_heads"] == ("tensor",)
     assert {k: rules[k] for k in rules if k not in ("kv_heads", "embed")} == {
         k: RULES[k] for k in RULES if k not in ("kv_heads", "embed")
     }
@@ -75,9 +75,9 @@ def test_an_override_changes_one_entry_and_leaves_the_table():
 def test_unknown_names_are_refused_with_the_known_ones():
     mesh = make_mesh({"fsdp": 8})
     with pytest.raises(ValueError, match="unknown logical axes.*kv_heads"):
-        override({"kv_head": None})
+        override({"kv_head": ()})
     with pytest.raises(ValueError, match="no mesh axis.*tensor"):
-        override({"kv_heads": "model"})
+        override({"kv_heads": ("model",)})
     with pytest.raises(ValueError, match="embed.*names a mesh axis twice"):
         override({"embed": ("fsdp", "fsdp")})
     with pytest.raises(ValueError, match=r"\['w'\].*no rule for logical axis 'embedding'"):

@@ -114,17 +114,17 @@ def assert_of_one_device(name, overrides, axes, lora=False):
 
 
 def unset(*names):
-    return dict.fromkeys(names)
+    return dict.fromkeys(names, ())
 
 
 TENSOR = unset("vocab", "heads", "kv_heads", "hidden")
 RIGHT = {
-    "the config's example": (("context", "tensor"), {"embed": ("fsdp", "context"), "kv_heads": None}),
+    "the config's example": (("context", "tensor"), {"embed": ("fsdp", "context"), "kv_heads": ()}),
     "weights over rows and positions": (("fsdp", "context"), {"embed": ("fsdp", "context")}),
-    "model dimension over copies of the rows": (("replica", "fsdp"), {"embed": "replica"}),
+    "model dimension over copies of the rows": (("replica", "fsdp"), {"embed": ("replica",)}),
     "model dimension over tensor, then rows": (("fsdp", "tensor"), {"embed": ("tensor", "fsdp"), **TENSOR}),
-    "fewer key-value heads": (("fsdp", "tensor"), {"kv_heads": None}),
-    "no rows on fsdp": (("fsdp", "tensor"), {"batch": None, "slots": None, "vocab": ("fsdp", "tensor"), "embed": None}),
+    "fewer key-value heads": (("fsdp", "tensor"), {"kv_heads": ()}),
+    "no rows on fsdp": (("fsdp", "tensor"), {"batch": (), "slots": (), "vocab": ("fsdp", "tensor"), "embed": ()}),
 }
 
 
@@ -207,14 +207,11 @@ def choices(axes):
     """
     mesh = mesh_of(*axes)
     found = {}
-    for name, where in itertools.product((*PARAMETERS, "batch", "length"), (None, *axes, axes, axes[::-1])):
+    for name, where in itertools.product((*PARAMETERS, "batch", "length"), ((), *zip(axes), axes, axes[::-1])):
         one = {name: where} | ({"kv_heads": where} if name == "heads" else {})
         for overrides in (one, unset(*PARAMETERS) | one):
             rules = parallel.override(overrides)
-            wide = tuple(
-                (name, tuple(axis for axis in jax.tree.leaves(on) if mesh.shape[axis] > 1))
-                for name, on in rules.items()
-            )
+            wide = tuple((name, tuple(axis for axis in on if mesh.shape[axis] > 1)) for name, on in rules.items())
             try:
                 parallel.shardings(models.logical_axes(DENSE), models.abstract(DENSE)[1], mesh, rules)
             except ValueError as error:
@@ -249,7 +246,7 @@ def test_a_jitted_function_is_traced_anew_under_other_rules():
         return x * traced[-1]
 
     mesh, rules = mesh_of("fsdp", "replica"), parallel.RULES
-    for own in (rules, parallel.override({"embed": None}), rules, parallel.override({"embed": ("fsdp", "replica")})):
+    for own in (rules, parallel.override({"embed": ()}), rules, parallel.override({"embed": ("fsdp", "replica")})):
         with parallel.activate(mesh, own):
             assert int(shards(1)) == parallel.shards("embed", mesh.shape, own)
     assert traced == [2, 1, 4]  # the first rules come twice
