@@ -43,7 +43,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of token ids, without special tokens."""
+        """Returns the text of token ids, without special tokens and ids that have no token: a model may have more."""
         ...
 
 
@@ -75,7 +75,8 @@ class Tokenizer(Codec, Protocol):
     chat: ChatTemplate | None
 
     def name(self, token: int) -> str:
-        """Returns a token as its vocabulary spells it: "<|im_end|>", or with a space before it "Ġworld" or "▁"."""
+        """Returns a token as its vocabulary spells it: "<|im_end|>", or with a space before it "Ġworld" or "▁"; "" for
+        an id that has no token."""
         ...
 
     def unknown(self, text: str) -> str:
@@ -161,10 +162,10 @@ class SentencePieceTokenizer(Tokenizer):
         return self._model.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode([int(i) for i in ids])
+        return self._model.decode([int(i) for i in ids if i < self.vocab_size])
 
     def name(self, token: int) -> str:
-        return self._model.id_to_piece(token)
+        return self._model.id_to_piece(token) if token < self.vocab_size else ""
 
     def unknown(self, text: str) -> str:
         return "".join(c for c in dict.fromkeys(text) if self._model.unk_id() in self.encode(c))
@@ -252,7 +253,6 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def name(self, token: int) -> str:
-        """Returns a token as tokenizer.json spells it, as "<|im_end|>" or "Ġworld"; "" for an unknown id."""
         return self._model.id_to_token(token) or ""
 
     def unknown(self, text: str) -> str:

@@ -46,6 +46,12 @@ def test_sentencepiece_training_is_deterministic_and_reloads(tmp_path):
     assert load_tokenizer(tmp_path / "a").encode("12+34=") == load_tokenizer(tmp_path / "b").encode("12+34=")
 
 
+def test_an_id_beyond_the_vocabulary_has_no_text(characters, qwen_like):
+    for tokenizer in (characters, qwen_like):
+        beyond = tokenizer.vocab_size + 5  # a model of another size may draw it
+        assert tokenizer.decode([*tokenizer.encode("a b"), beyond]) == "a b" and tokenizer.name(beyond) == ""
+
+
 def test_white_space_survives(characters, qwen_like):
     text = " a  b\n\nx é😀 "
     assert characters.decode(characters.encode(text)) == text
