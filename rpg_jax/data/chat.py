@@ -141,9 +141,14 @@ def _serve() -> None:
 def _compiled(source: str) -> jinja2.Template:
     options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "extensions": [jinja2.ext.loopcontrols]}
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(**options)
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
     return environment.from_string(source)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys=False) -> str:
+    """The filter of transformers, with its arguments."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> None:

@@ -23,6 +23,12 @@ def test_templates_see_the_tools_of_the_first_message_and_no_keys_of_an_environm
     assert template(MESSAGES) == "None['role', 'content']"
 
 
+def test_json_is_written_with_the_arguments_of_transformers():
+    template = ChatTemplate("{{ messages[0] | tojson(ensure_ascii=True, separators=(',', ':'), sort_keys=True) }}")
+    assert template([{"role": "user", "content": "é"}]) == '{"content":"\\u00e9","role":"user"}'
+    assert ChatTemplate("{{ messages[0].content | tojson(ensure_ascii=False) }}")([{"content": "é"}]) == '"é"'
+
+
 def test_the_default_of_several_templates_is_taken():
     assert ChatTemplate([{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}])(MESSAGES) == "d"
     with pytest.raises(ValueError, match="'tools'.*no 'default'"):
