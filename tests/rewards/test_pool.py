@@ -192,12 +192,20 @@ def test_a_process_without_a_task_does_not_overrun(folder):
         assert run(pool, ["3"]) == [Verdict(3.0)]
 
 
-def test_a_call_after_an_interrupted_one_gets_its_own_verdicts_at_once(folder):
-    with WorkerPool(FUNCTIONS, size=1, deadline_s=1000) as pool:
+@pytest.fixture
+def interruptible():
+    """A worker of pytest-xdist ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_call_after_an_interrupted_one_gets_its_own_verdicts_at_once(folder, interruptible):
+    with WorkerPool(FUNCTIONS, size=1, deadline_s=100) as pool:
         pool.wait_ready()
         threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
-            run(pool, ["__import__('time').sleep(1000)", "1"])
+            run(pool, ["__import__('time').sleep(100)", "1"])
         assert run(pool, ["2"]) == [Verdict(2.0)]
 
 
