@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from rpg_jax.models.attention import IMPLEMENTATIONS, attention, decode_attention, extend_attention, layer_attention
+from rpg_jax.models.attention import attention, decode_attention, extend_attention, layer_attention
 from rpg_jax.models.config import DecoderConfig
 from rpg_jax.models.kv_cache import KVCache
 from rpg_jax.models.layers import Block, rms_norm, rope_tables
@@ -46,17 +46,14 @@ class Decoder(nnx.Module):
 
     Layers are stacked [L, ...] and scanned, so that compile time does not grow with L. Weights are drawn by `seed` in
     `param_dtype`. Activations are in `compute_dtype`, and weights are cast to it where they are used. Norms, softmax
-    and rotations are f32. Programs that call the model enter `full_precision`. Raises ValueError if `REMAT` lacks
-    `remat`, or `attention.IMPLEMENTATIONS` lacks `attention`.
+    and rotations are f32. Programs that call the model enter `full_precision`. The platform chooses how tokens attend.
+    Raises ValueError if `REMAT` lacks `remat`.
     """
 
-    def __init__(self, config: DecoderConfig, seed, param_dtype, compute_dtype, remat: str, attention: str):
+    def __init__(self, config: DecoderConfig, seed, param_dtype, compute_dtype, remat: str):
         if remat not in REMAT:
             raise ValueError(f"unknown remat policy {remat!r}; known: {', '.join(REMAT)}")
-        if attention not in IMPLEMENTATIONS:
-            raise ValueError(f"unknown attention {attention!r}; known: {', '.join(IMPLEMENTATIONS)}")
-        self.config, self.compute_dtype = config, jnp.dtype(compute_dtype)
-        self.remat, self.attention = remat, attention
+        self.config, self.compute_dtype, self.remat = config, jnp.dtype(compute_dtype), remat
         V, D = config.vocab_size, config.embed_dim
         keys = (jax.random.fold_in(jax.random.key(seed), i) for i in itertools.count())  # nnx.Rngs traces slowly
         declare = Declare(keys, param_dtype)
@@ -154,7 +151,7 @@ class Decoder(nnx.Module):
         if layers is not None:
             x, cache, experts = self._decode_unrolled(tokens, layers, cache, limit, active)
         else:
-            ragged = self.decode_attention == "ragged"
+            ragged = platform() == "tpu"
             attend_slot = decode_attention(cache, attend_length=limit, ragged=ragged)
 
             def attend(q, k, v, layer):
@@ -202,19 +199,13 @@ class Decoder(nnx.Module):
 
     def decodes_unrolled(self, *, int8_kv: bool) -> bool:
         """Whether a loop over tokens is faster with `unstacked_layers` and an unstacked cache: on CPUs, for at most 8
-        layers, unless attention is "splash" or the cache is int8 (`int8_kv`)."""
-        few = self.config.num_layers <= _UNROLLED and not int8_kv
-        return few and self.decode_attention == "xla" and platform() == "cpu"
+        layers, unless the cache is int8 (`int8_kv`)."""
+        return platform() == "cpu" and self.config.num_layers <= _UNROLLED and not int8_kv
 
     def unstacked_layers(self) -> list[Params]:
         """Slices the weights: returns an `nnx.State` for each layer. Call it outside the loop over tokens."""
         weights = nnx.state(self.layers)
         return [jax.tree.map(lambda x, i=i: x[i], weights) for i in range(self.config.num_layers)]
-
-    @property
-    def decode_attention(self) -> str:
-        """The attention of decoding: "ragged" TPU kernels with attention "splash", or "auto" on a TPU; else "xla"."""
-        return "ragged" if self.attention == "splash" or (self.attention, platform()) == ("auto", "tpu") else "xla"
 
     def full_precision(self) -> contextlib.AbstractContextManager:
         """Returns a context in which products of float32 matrices are exact to float32, if this model computes in
@@ -252,7 +243,7 @@ class Decoder(nnx.Module):
         graphdef, weights = nnx.split(self.layers)
 
         def attend(q, k, v):
-            return attention(q, k, v, segment_ids, axes=axes, implementation=self.attention)
+            return attention(q, k, v, segment_ids, axes=axes)
 
         def layer(x, inputs):
             weights, recorded = inputs
@@ -268,18 +259,18 @@ class Decoder(nnx.Module):
 
 
 def abstract(
-    config: DecoderConfig, param_dtype=jnp.float32, *, compute_dtype=jnp.float32, remat="none", attention="auto"
+    config: DecoderConfig, param_dtype=jnp.float32, *, compute_dtype=jnp.float32, remat="none"
 ) -> tuple[nnx.GraphDef, Params]:
     """Returns the graphdef and params that `init` returns for these arguments, with a ShapeDtypeStruct in place of
-    every array. Computes nothing. Raises ValueError for an unknown `remat` or `attention`."""
-    module = nnx.eval_shape(lambda: Decoder(config, 0, param_dtype, compute_dtype, remat, attention))
+    every array. Computes nothing. Raises ValueError for an unknown `remat`."""
+    module = nnx.eval_shape(lambda: Decoder(config, 0, param_dtype, compute_dtype, remat))
     graphdef, state = nnx.split(module)
     return graphdef, nnx.to_pure_dict(state)
 
 
 def logical_axes(config: DecoderConfig) -> Params:
     """Returns a model's params, a nested dict, with a tuple in place of each array: its dimensions' logical names."""
-    state = nnx.state(nnx.eval_shape(lambda: Decoder(config, 0, jnp.float32, jnp.float32, "none", "auto")), nnx.Param)
+    state = nnx.state(nnx.eval_shape(lambda: Decoder(config, 0, jnp.float32, jnp.float32, "none")), nnx.Param)
     axes = jax.tree.map(lambda p: p.get_metadata("axes"), state, is_leaf=lambda x: isinstance(x, nnx.Param))
     return nnx.to_pure_dict(axes)
 
@@ -291,24 +282,22 @@ def init(
     param_dtype=jnp.float32,
     compute_dtype=jnp.float32,
     remat: str = "none",
-    attention: str = "auto",
     shardings: Params | None = None,
 ) -> tuple[nnx.GraphDef, Params]:
     """Draws a model: `nnx.merge(graphdef, params)` is the module, `params` a nested dict of arrays. Raises ValueError
-    for an unknown `remat` or `attention`.
+    for an unknown `remat`.
 
     Args:
       seed: the weights depend on `seed`, `config` and `param_dtype` only.
       compute_dtype: dtype of activations and of the weights where they are used, bfloat16 or float32.
       remat: a name in `REMAT`, what the forward pass keeps for the backward pass.
-      attention: a name in `attention.IMPLEMENTATIONS`.
       shardings: a tree of shardings like `params`; weights are drawn directly into it. None: on the default device.
     """
-    graphdef, _ = abstract(config, param_dtype, compute_dtype=compute_dtype, remat=remat, attention=attention)
+    graphdef, _ = abstract(config, param_dtype, compute_dtype=compute_dtype, remat=remat)
     options = _ONCE if platform() == "cpu" else None
     draw = jax.jit(_draw, static_argnums=(1, 2), out_shardings=shardings, compiler_options=options)
     return graphdef, draw(seed, config, param_dtype)
 
 
 def _draw(seed: jax.Array, config: DecoderConfig, param_dtype) -> Params:
-    return nnx.to_pure_dict(nnx.state(Decoder(config, seed, param_dtype, jnp.float32, "none", "auto"), nnx.Param))
+    return nnx.to_pure_dict(nnx.state(Decoder(config, seed, param_dtype, jnp.float32, "none"), nnx.Param))

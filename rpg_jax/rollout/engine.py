@@ -21,7 +21,7 @@ from flax import nnx
 
 from rpg_jax import parallel
 from rpg_jax.models import DecoderConfig
-from rpg_jax.models.logical import constrain
+from rpg_jax.models.logical import constrain, platform
 from rpg_jax.rollout.decode_state import DecodeResult, DecodeState, Extension, Extensions, Insertion, Insertions, Prefix
 from rpg_jax.rollout.decoding import Decoding, attention_bucket, prompt_bucket, token_keys
 from rpg_jax.rollout.weights import Weights
@@ -64,7 +64,7 @@ class DecodeEngine:
         self.config, self.graphdef, self.weights, self.decoding = config, graphdef, weights, decoding
         with weights.pinned() as params, self._scope():
             module = nnx.merge(graphdef, params)
-            dtype, self._ragged = module.compute_dtype, module.decode_attention == "ragged"
+            dtype, self._ragged = module.compute_dtype, platform() == "tpu"
             unrolled = module.decodes_unrolled(int8_kv=decoding.int8_kv)
             rules, how = tuple(decoding.rules.items()), (dtype, decoding.int8_kv, decoding.record_experts, unrolled)
             sizes = decoding.slots // decoding.threads, decoding.capacity, decoding.steps_per_dispatch
