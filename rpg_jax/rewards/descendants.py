@@ -38,11 +38,11 @@ def keep() -> None:
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     child = os.fork()
     if child:
-        release_pipes()
+        detach()
         _watch(child, trainer, namespace)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # in case that the keeper is killed
     if namespace and (verifier := os.fork()):  # this is process 1 of the namespace, and all others end with it
-        release_pipes()
+        detach()
         while (ended := os.wait())[0] != verifier:
             pass
         os._exit(_exit_code(ended[1]))
@@ -99,9 +99,9 @@ def _exit_code(status: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def release_pipes() -> None:
+def detach() -> None:
     """Points standard input, output and error of this process to the null device. So the process holds no end of a
-    verifier's pipes, and their reader notices when the verifier ends."""
+    verifier's connection, and the pool notices when the verifier ends."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nowhere, fd)

@@ -44,7 +44,7 @@ def main() -> None:
     signal.setitimer(signal.ITIMER_REAL, 2 * setup["startup_s"])
     tasks = os.fdopen(os.dup(0), "r", encoding="utf-8")
     verdicts = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    descendants.release_pipes()  # verifiers print to nobody; `tasks` and `verdicts` have file descriptors of their own
+    descendants.detach()  # verifiers print to nobody; `tasks` and `verdicts` have file descriptors of their own
     logging.disable(logging.CRITICAL)
     try:
         made = {path: load(path, "environment")(**options) for path, options in setup["made"].items()}

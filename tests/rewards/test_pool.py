@@ -192,6 +192,18 @@ def test_a_process_without_a_task_does_not_overrun(folder):
         assert run(pool, ["3"]) == [Verdict(3.0)]
 
 
+def test_a_verdict_that_comes_in_time_counts_however_late_this_process_reads_it(folder):
+    """As after a stop and a SIGCONT, or while a long call of C holds the interpreter."""
+
+    async def holds_the_loop():
+        time.sleep(1.0)
+
+    with WorkerPool(FUNCTIONS, size=1, deadline_s=0.5) as pool:
+        pool.wait_ready()
+        threading.Timer(0.1, lambda: pool._background.begin(holds_the_loop())).start()
+        assert run(pool, ["__import__('time').sleep(0.2) or 7"]) == [Verdict(7.0)]
+
+
 @pytest.fixture
 def interruptible():
     """A worker of pytest-xdist ignores SIGINT."""
