@@ -181,6 +181,16 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
+async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Runs the coroutines at once, and returns their results in order. If one raises, the others are cancelled."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
 class Background:
     """An event loop in a daemon thread called `name`, started at once. Any thread may begin coroutines there."""
 
@@ -194,18 +204,8 @@ class Background:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def together(self, work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-        """Runs the coroutines in the loop at once, waits for them, and returns their results in order. If one raises,
-        or an interrupt ends the wait, the others are cancelled, and the exception is raised."""
-
-        async def all_of() -> list[T]:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(one) for one in work]
-            except BaseExceptionGroup as errors:
-                raise errors.exceptions[0] from None
-            return [task.result() for task in tasks]
-
-        future = self.begin(all_of())
+        """Runs `together(work)` in the loop, waits, and returns the results. An interrupt of the wait cancels all."""
+        future = self.begin(together(work))
         try:
             return future.result()
         except BaseException:

@@ -111,12 +111,15 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         self._judge = Judge(Server(**self._options[verifiers.JUDGE])) if verifiers.JUDGE in weights else None
         judging = [*filter(verifiers.is_verifier, weights)]
         self._first = {name: FirstFailures(f"the reward {name!r}", "completion") for name in judging}
-        self._pool_arguments: dict[str, Any] = {"size": workers, "deadline_s": deadline_s}
-        self._pool: WorkerPool | None = None
-        self._in_process = InProcess(deadline_s)
         self._named = {name: verifiers.resolve(name, handed) for name in weights}
-        if any(v.pooled for v in self._named.values() if v):
-            self._start_pool().wait_ready()
+        by_source = verifiers.VERIFIERS.values() if verifiers.BY_SOURCE in weights else ()
+        pooled = [f for f in (*self._named.values(), *by_source) if f and f.pooled]
+        functions = {f.path: f.arguments for f in pooled}
+        functions |= {f.read: ("completion",) for f in pooled if f.read}
+        functions |= {f.equal: ("one", "other") for f in pooled if f.equal}
+        self._pool, self._in_process = WorkerPool(functions, size=workers, deadline_s=deadline_s), InProcess(deadline_s)
+        if any(f.pooled for f in self._named.values() if f):
+            self._pool.wait_ready()
 
     def __call__(
         self,
@@ -187,8 +190,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
 
     def close(self) -> None:
         """Ends the worker processes and the event loop, and a judge's threads after their present requests."""
-        if self._pool is not None:
-            self._pool.close()
+        self._pool.close()
         if self._judge is not None:
             self._judge.close()
         self._in_process.close()
@@ -228,23 +230,20 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             Task(f.path, (text, p.answer, p.prompt) if f.sees_prompt else (text, p.answer), options)
             for f, p, text in zip(chosen, problems, texts, strict=True)
         ]
-        pooled = [i for i, f in enumerate(chosen) if f.pooled]
-        verdicts = dict(zip(pooled, self._start_pool().run([tasks[i] for i in pooled]), strict=True)) if pooled else {}
         functions = {f.path: f.load() for f in set(chosen) if not f.pooled}
-        own = [i for i, f in enumerate(chosen) if not f.pooled]
-        calls = [(functions[tasks[i].function], tasks[i]) for i in own]
-        verdicts |= zip(own, self._in_process.verdicts(calls), strict=True)
-        return [verdicts[i] for i in range(len(tasks))]
+        calls = [(functions[task.function], task) for f, task in zip(chosen, tasks, strict=True) if not f.pooled]
+        pooled = iter(self._pool.run([task for f, task in zip(chosen, tasks, strict=True) if f.pooled]))
+        own = iter(self._in_process.verdicts(calls))
+        return [next(pooled if f.pooled else own) for f in chosen]
 
     def _merged_answers(self, verifier: verifiers.Verifier, texts: Sequence[Sequence[str]]) -> list[list[str | None]]:
         """Returns the answers that `verifier` reads in each problem's completions. Equal answers have one spelling."""
-        pool = self._start_pool()
         tasks = [Task(verifier.read, (text,), returns="object") for own in texts for text in own]
-        answers = iter([(verdict.value or {}).get("answer") for verdict in pool.run(tasks)])
+        answers = iter([(verdict.value or {}).get("answer") for verdict in self._pool.run(tasks)])
         read = [[Read(found, text) if (found := next(answers)) else None for text in own] for own in texts]
 
         def equal(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
-            verdicts = pool.run([Task(verifier.equal, pair) for pair in pairs])
+            verdicts = self._pool.run([Task(verifier.equal, pair) for pair in pairs])
             return [None if verdict.score is None else verdict.score == 1 for verdict in verdicts]
 
         threads = ThreadPoolExecutor(_VOTES)
@@ -267,17 +266,6 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         self._grade_noted = True
         fix = f"A score below 1 counts as wrong; in another run {verifiers.RIGHT_ABOVE}"
         print(f"note: {found}. {fix}", file=sys.stderr)
-
-    def _start_pool(self) -> WorkerPool:
-        if self._pool is None:
-            named = [f for f in self._named.values() if f]
-            by_source = verifiers.VERIFIERS.values() if verifiers.BY_SOURCE in self._weights else ()
-            pooled = [f for f in (*named, *by_source) if f.pooled]
-            functions = {f.path: f.arguments for f in pooled}
-            functions |= {f.read: ("completion",) for f in pooled if f.read}
-            functions |= {f.equal: ("one", "other") for f in pooled if f.equal}
-            self._pool = WorkerPool(functions, **self._pool_arguments)
-        return self._pool
 
 
 def total_reward(turns: Turns) -> float:

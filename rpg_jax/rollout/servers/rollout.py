@@ -12,7 +12,7 @@ import numpy as np
 
 from rpg_jax.data.groups import Group
 from rpg_jax.parallel import hosts
-from rpg_jax.rewards.callables import Background
+from rpg_jax.rewards.callables import Background, together
 from rpg_jax.rollout.request import Request, Row
 from rpg_jax.rollout.rollout import Rollout
 from rpg_jax.rollout.schedule import Finish
@@ -108,13 +108,8 @@ class ServersRollout(Rollout):
         """Samples all prompts, and puts (place, completions) of each complete group into `made`."""
         groups, version = [request.rows(place) for place in range(len(request.prompts))], self.weights.version
         finish = Finish(dataclasses.replace(request, on_group=lambda *found: made.put(found)), groups)
-        try:
-            async with asyncio.TaskGroup() as asked:  # a completion that fails ends the others
-                for place in request.order:
-                    for row in groups[place]:
-                        asked.create_task(self._one(row, finish, version))
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        # A completion that fails ends the others.
+        await together(self._one(row, finish, version) for place in request.order for row in groups[place])
 
     async def _one(self, row: Row, finish: Finish, version: int) -> None:
         while True:
