@@ -13,7 +13,6 @@ from rpg_jax.data.prompts import Problem
 from rpg_jax.environments.environment import (
     METHODS,
     Declaration,
-    Environment,
     Posed,
     Turn,
     call,
@@ -55,15 +54,14 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
     ):
         self.name = declaration.path
         self._runs: WorkerPool | InProcess
-        self._ask: Callable[[Sequence[Task]], list[Verdict]]
         if declaration.pooled:
             functions = {f"{_WORKER}.{name}": arguments for name, arguments in METHODS.items()}
             made = {_WORKER: {"path": self.name, "options": dict(options)}}
             self._runs = WorkerPool(functions, made=made, size=workers, deadline_s=deadline_s)
-            self._ask = self._runs.run
         else:
-            environment, own = declaration.make(options), InProcess(deadline_s)
-            self._runs, self._ask = own, functools.partial(_asked, own, environment)
+            environment = declaration.make(options)
+            calls = {f"{_WORKER}.{name}": functools.partial(call, environment, name) for name in METHODS}
+            self._runs = InProcess(calls, deadline_s)
         self._threads = ThreadPoolExecutor(_WAITING, "environment")
         self._first = FirstFailures(f"environment.name={self.name}", "turn")
 
@@ -86,9 +84,9 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
           ChildProcessError: the worker processes do not start.
         """
         task = _task("step", problem, list(messages), completion)
-        [verdict] = self._ask([task])
+        [verdict] = self._runs.run([task])
         if verdict.error in CHANCE:
-            [verdict] = self._ask([task])
+            [verdict] = self._runs.run([task])
         if (value := verdict.value) is not None:
             try:  # the turn is checked again: a worker process may lie
                 turn = Turn(value.get("observation", ""), value.get("reward", 0.0), value.get("done", False))
@@ -112,13 +110,8 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
         self.close()
 
     def _open(self, problems: Sequence[Problem]) -> list[Problem]:
-        verdicts = self._ask([_task("reset", problem) for problem in problems])
+        verdicts = self._runs.run([_task("reset", problem) for problem in problems])
         return [_opened(self.name, *each) for each in zip(problems, verdicts, strict=True)]
-
-
-def _asked(own: InProcess, environment: Environment, tasks: Sequence[Task]) -> list[Verdict]:
-    calls = [functools.partial(call, environment, task.function.rpartition(".")[2]) for task in tasks]
-    return own.verdicts([*zip(calls, tasks, strict=True)])
 
 
 def _task(name: str, problem: Problem, *others: Any) -> Task:

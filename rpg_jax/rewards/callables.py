@@ -231,16 +231,18 @@ class Background:
 class InProcess:
     """Calls a user's functions in this process. Plain functions run in the caller's thread, one after the other, and
     have no deadline. Async functions run together in a thread with an event loop, so the caller may have a running
-    event loop, as a notebook has. Calls of async functions are cancelled after `deadline_s` seconds."""
+    event loop, as a notebook has. Calls of async functions are cancelled after `deadline_s` seconds. `functions` are by
+    their names in tasks."""
 
-    def __init__(self, deadline_s: float):
-        self._deadline_s = deadline_s
+    def __init__(self, functions: Mapping[str, Callable[..., Any]], deadline_s: float):
+        self._functions, self._deadline_s = functions, deadline_s
         self._background = Background("rewards")  # one for all calls: a client's connections belong to their loop
 
-    def verdicts(self, calls: Sequence[tuple[Callable[..., Any], Task]]) -> list[Verdict]:
-        """Calls each function with its task's arguments and options, waits, and returns the verdicts in the order of
-        `calls`. An exception of a function becomes a verdict with an error, except a plain function's
+    def run(self, tasks: Sequence[Task]) -> list[Verdict]:
+        """Calls each task's function with the task's arguments and options, waits, and returns one verdict per task in
+        their order. An exception of a function becomes a verdict with an error, except a plain function's
         KeyboardInterrupt; the deadline, the error "timeout"."""
+        calls = [(self._functions[task.function], task) for task in tasks]
         begun = [
             self._background.begin(_awaited(*call, self._deadline_s)) if is_async(call[0]) else None for call in calls
         ]

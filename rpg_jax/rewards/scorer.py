@@ -113,11 +113,13 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         self._first = {name: FirstFailures(f"the reward {name!r}", "completion") for name in judging}
         self._named = {name: verifiers.resolve(name, handed) for name in weights}
         by_source = verifiers.VERIFIERS.values() if verifiers.BY_SOURCE in weights else ()
-        pooled = [f for f in (*self._named.values(), *by_source) if f and f.pooled]
+        known = [f for f in (*self._named.values(), *by_source) if f]
+        pooled = [f for f in known if f.pooled]
         functions = {f.path: f.arguments for f in pooled}
         functions |= {f.read: ("completion",) for f in pooled if f.read}
         functions |= {f.equal: ("one", "other") for f in pooled if f.equal}
-        self._pool, self._in_process = WorkerPool(functions, size=workers, deadline_s=deadline_s), InProcess(deadline_s)
+        self._pool = WorkerPool(functions, size=workers, deadline_s=deadline_s)
+        self._in_process = InProcess({f.path: f.load() for f in known if not f.pooled}, deadline_s)
         if any(f.pooled for f in self._named.values() if f):
             self._pool.wait_ready()
 
@@ -230,10 +232,8 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             Task(f.path, (text, p.answer, p.prompt) if f.sees_prompt else (text, p.answer), options)
             for f, p, text in zip(chosen, problems, texts, strict=True)
         ]
-        functions = {f.path: f.load() for f in set(chosen) if not f.pooled}
-        calls = [(functions[task.function], task) for f, task in zip(chosen, tasks, strict=True) if not f.pooled]
         pooled = iter(self._pool.run([task for f, task in zip(chosen, tasks, strict=True) if f.pooled]))
-        own = iter(self._in_process.verdicts(calls))
+        own = iter(self._in_process.run([task for f, task in zip(chosen, tasks, strict=True) if not f.pooled]))
         return [next(pooled if f.pooled else own) for f in chosen]
 
     def _merged_answers(self, verifier: verifiers.Verifier, texts: Sequence[Sequence[str]]) -> list[list[str | None]]:
