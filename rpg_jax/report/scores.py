@@ -121,21 +121,6 @@ def estimate(by_problem: ArrayLike) -> dict[str, float | None]:
     return {"value": value, "standard_error": known, "low": float(low), "high": float(high)}
 
 
-def length_statistics(lengths: ArrayLike, finish_reasons: Sequence[str]) -> dict[str, float]:
-    """{length_mean, length_median, length_q95, length_max} in tokens, and `truncated`, the share of completions whose
-    finish reason is not "stop". Raises ValueError if there is no length, or not one finish reason for each."""
-    lengths = np.asarray(lengths)
-    if len(lengths) != len(finish_reasons) or len(lengths) == 0:
-        raise ValueError(f"{len(lengths)} lengths and {len(finish_reasons)} finish reasons: give one of each, or more")
-    return {
-        "length_mean": float(lengths.mean()),
-        "length_median": float(np.median(lengths)),
-        "length_q95": float(np.quantile(lengths, 0.95)),
-        "length_max": float(lengths.max()),
-        "truncated": float(np.mean([reason != "stop" for reason in finish_reasons])),
-    }
-
-
 def _majority(answers: Sequence[Hashable], verdicts: np.ndarray) -> float:
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
@@ -158,10 +143,12 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The scores of a held-out set from its records (as at the top of this file), as JSON can hold them: {"scores":
     {"Mean@4": {value, standard_error, low, high}, …}, …}, with Mean@k, unbiased pass@1, 2, 4, … k and maj@k. Beside
     "scores" are problems and completions (numbers), k (a list if problems differ), reward (the mean), lengths
-    (`length_statistics`), verdicts (numbers by kind), without_answer (a number), by_problem (a dict for each). If
-    problems have different numbers of completions, pass@k goes up to the smallest number; Mean and maj take all
-    completions. There must be at least one record."""
+    (length_mean, length_median, length_q95 and length_max in tokens, and truncated, the share that a limit cut off),
+    verdicts (numbers by kind), without_answer (a number), by_problem (a dict for each). If problems have different
+    numbers of completions, pass@k goes up to the smallest number; Mean and maj take all completions. There must be at
+    least one record."""
     correct, answers, problems = _columns(records)
+    lengths = np.array([r["tokens"] for r in records])
     counts = sorted({len(rows) for rows in problems})
     label = str(counts[0]) if len(counts) == 1 else f"{counts[0]}–{counts[-1]}"
     mean, majority = mean_at_k(correct), maj_at_k(answers, correct)
@@ -174,7 +161,13 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "k": counts[0] if len(counts) == 1 else counts,
         "scores": {name: estimate(values) for name, values in by_problem.items()},
         "reward": float(np.mean([r["reward"] for r in records])),
-        "lengths": length_statistics([r["tokens"] for r in records], [r["finish_reason"] for r in records]),
+        "lengths": {
+            "length_mean": float(lengths.mean()),
+            "length_median": float(np.median(lengths)),
+            "length_q95": float(np.quantile(lengths, 0.95)),
+            "length_max": float(lengths.max()),
+            "truncated": float(np.mean([r["finish_reason"] != "stop" for r in records])),
+        },
         "verdicts": dict(sorted(Counter(r["verdict"] for r in records).items())),
         "without_answer": sum(a is None for given in answers for a in given),
         "by_problem": [
@@ -201,7 +194,6 @@ def metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     environment failed. Raises ValueError without a record."""
     correct, answers, _ = _columns(records)
     mean, k = mean_at_k(correct), len(correct[0])
-    lengths = length_statistics([r["tokens"] for r in records], [r["finish_reason"] for r in records])
     return {f"pass@{n}": float(pass_at_k(correct, n).mean()) for n in _powers_of_two(k)} | {
         "mean_at_k": float(mean.mean()),
         "standard_error": clustered_standard_error(mean),
@@ -210,8 +202,8 @@ def metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "k": k,
         "no_verdict": sum(r["verdict"] in CHANCE for r in records),
         "reward": float(np.mean([r["reward"] for r in records])),
-        "completion_length": lengths["length_mean"],
-        "truncated": lengths["truncated"],
+        "completion_length": float(np.mean([r["tokens"] for r in records])),
+        "truncated": float(np.mean([r["finish_reason"] != "stop" for r in records])),
         **_of_conversations([r["turns"] for r in records if "turns" in r]),
     }
 
