@@ -21,7 +21,7 @@ import numpy as np
 from markupsafe import Markup
 
 from rpg_jax.report import rollouts, tables
-from rpg_jax.report.plots import CONVERSATION_PANELS, PANELS, Panel, curves_of, shared_points, smooth
+from rpg_jax.report.plots import CONVERSATION_PANELS, PANELS, SUPERVISED_PANELS, Panel, curves_of, shared_points, smooth
 from rpg_jax.report.progress import duration
 from rpg_jax.report.run_files import Run
 from rpg_jax.report.seeds import SEEDS_TO_RANK
@@ -32,6 +32,7 @@ WEB = Path(__file__).with_name("web")
 SCRIPTS = ("core.js", "figures.js", "rollouts.js", "tokens.js", "browser.js")
 ROLLOUT_STEPS = 8  # of each run, by default
 DYNAMICS = (
+    SUPERVISED_PANELS[0],
     *PANELS,
     *CONVERSATION_PANELS,
     Panel("Sampler–trainer gap", "nats per token, mean of absolute values", "sampler_gap"),
@@ -184,9 +185,10 @@ def _page_data(configs: Sequence[Config], *, rollout_steps: int) -> tuple[dict[s
 
 def dynamics(configs: Sequence[Config]) -> list[Json]:
     """[{"title": text, "unit": text, "curves": one for each config}] of the panels of `DYNAMICS` that any run has. A
-    curve is None if the config's runs lack the metric. Else it has lists over at most `POINTS` steps, evenly among the
-    steps that all seeds with the metric have: "steps"; "mean", "low" and "high" of the seeds' moving averages; "raw",
-    the mean without moving averages. If the panel has a second metric, "held_out" has its points [step, mean]."""
+    curve is None if the config's runs lack the metric, or in place of it the panel's held-out metric. Else it has lists
+    over at most `POINTS` steps, evenly among those that all seeds with the metric have: "steps"; "mean", "low" and
+    "high" of the seeds' moving averages; "raw", the mean without moving averages. If the panel has a held-out metric,
+    "held_out" has its points [step, mean]."""
     curves = {panel: [_curve(c, panel) for c in configs] for panel in DYNAMICS}
     differ = "; anchors differ: do not compare" if len({tables.anchor(c) for c in configs}) > 1 else ""
     units = {panel: panel.unit + differ * (panel.key == "kl") for panel in curves}
@@ -226,8 +228,8 @@ def _times(config: Config, records: Sequence[Mapping[str, Any]], keys: Sequence[
 
 
 def _curve(config: Config, panel: Panel) -> Json | None:
-    curves = curves_of(config.runs, panel.key)
-    if not any(curves):
+    trained, held_out = (curves_of(config.runs, key) for key in (panel.key, panel.held_out))
+    if not any(curves := trained if any(trained) else held_out):
         return None
     steps, values = shared_points(curves)
     raw = panel.scale * values
@@ -237,7 +239,7 @@ def _curve(config: Config, panel: Panel) -> Json | None:
     for name, values in (("mean", averaged.mean(0)), ("low", averaged.min(0)), ("high", averaged.max(0))):
         found[name] = _rounded(values[kept])
     if panel.held_out:
-        at, scores = shared_points(curves_of(config.runs, panel.held_out))
+        at, scores = shared_points(held_out)
         found["held_out"] = [[step, float(panel.scale * each.mean())] for step, each in zip(at, scores.T, strict=True)]
     return found
 

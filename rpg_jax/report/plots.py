@@ -166,14 +166,12 @@ def draw_curves(run: Run) -> Path:
     assert run.folder is not None
     if not (records := run.records):
         raise ValueError(f"no steps to draw: {run.folder / 'metrics.jsonl'} is missing or empty; run at least one step")
-    supervised = any("epoch" in record for record in records)
-    panels = [*(SUPERVISED_PANELS if supervised else PANELS)]
+    panels = [*(SUPERVISED_PANELS if run.method == "supervised" else PANELS)]
     if any(CONVERSATION_PANELS[0].key in record for record in records):
         panels += CONVERSATION_PANELS
     lines = len(panels) // 3
     figure = empty_figure(11, 2.9 * lines, dpi=150, w_pad=0.18, h_pad=0.12)
-    method = "supervised" if supervised else run.config.get("method")
-    parts = [run.name, method, f"step {records[-1]['step']}"]
+    parts = [run.name, run.method, f"step {records[-1]['step']}"]
     figure.suptitle("   ·   ".join(str(p) for p in parts if p), x=0.012, ha="left", fontsize=10, color=MUTED)
     for axes, panel in zip(figure.subplots(lines, 3, sharex=True).flat, panels, strict=True):
         _draw_panel(axes, panel, records)

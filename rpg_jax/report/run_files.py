@@ -159,6 +159,11 @@ class Run:
         name, seed, records = folder.resolve().name, config.get("seed"), read_metrics(folder)
         return cls(name, seed, config, records, folder, row, versions, start, problems, parent)  # type: ignore[arg-type]
 
+    @functools.cached_property
+    def method(self) -> str | None:
+        """The config field `method`, or "supervised" for a run on demonstrations; None if the config is not written."""
+        return "supervised" if any("epoch" in record for record in self.records) else self.config.get("method")
+
     @property
     def begun(self) -> int:
         """The step before the first trained step: the step in `parent` for a branch, whose steps count on; else 0."""

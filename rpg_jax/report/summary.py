@@ -69,7 +69,7 @@ def summary_of(run: Run) -> str:
         f"# {prose(run.name)}",
         _scores(run.evaluations),
         _work(run.records),
-        _settings(run, supervised=any("epoch" in record for record in run.records)),
+        _settings(run),
         _files(run.folder),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
@@ -125,7 +125,8 @@ def _work(records: Sequence[Record]) -> str:
     return f"## Work\n\n{markdown_table(('', ''), rows)}"
 
 
-def _settings(run: Run, *, supervised: bool) -> str:
+def _settings(run: Run) -> str:
+    supervised = run.method == "supervised"
     config, fields = run.config, SUPERVISED if supervised else HIGHLIGHTS
     rows = [("begun from", code(run.parent))] if run.parent else []
     rows += [(name, code(config[field])) for field, name in fields if config.get(field) is not None]

@@ -85,14 +85,13 @@ def anchor(config: Config) -> str:
 def _label(run: Run, all_runs: Sequence[Run], most: int | None = None) -> str:
     """The name of the method, and the first `most` fields (None: all), by name, in which `run` differs from another run
     of the method in `all_runs`, with its values; "…" for further fields. Without config.json, the name of the run."""
-    method = run.config.get("method")
-    if method is None:
+    if run.config.get("method") is None:
         return run.name
-    rivals = [r.config for r in all_runs if r.config.get("method") == method]
+    rivals = [r.config for r in all_runs if r.method == run.method]
     names = sorted({k for r in rivals for k in r if not _is_aside(k)})
     fields = [k for k in names if any(r.get(k) != run.config.get(k) for r in rivals)]
     parts = [f"{k.rpartition('.')[2]} {_text(run.config.get(k))}" for k in fields[:most]]
-    return ", ".join([str(method), *parts, *(["…"] if len(parts) < len(fields) else [])])
+    return ", ".join([str(run.method), *parts, *(["…"] if len(parts) < len(fields) else [])])
 
 
 def _text(value: Any) -> str:

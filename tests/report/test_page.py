@@ -72,6 +72,17 @@ def test_curves_have_the_range_of_the_seeds_and_dots_where_it_was_evaluated(leav
     assert "Clipped" not in by_title, "no run has it"
 
 
+def test_a_run_on_demonstrations_shows_its_loss_and_its_held_out_accuracy_and_is_named_supervised():
+    records = [{"step": step, "nll": 4.0 - step, "epoch": step / 2} for step in range(1, 4)]
+    first, last = ({"held_out_nll": 5.0, "eval/accuracy": accuracy} for accuracy in (0.1, 0.3))
+    run = Run("sft", 0, {"method": "GRPO"}, [{"step": 0, **first}, *records[:2], records[2] | last])
+    (config,) = tables.configs_of([run])
+    by_title = {panel["title"]: panel["curves"][0] for panel in page.dynamics([config])}
+    assert by_title["Loss"]["mean"] == [3, 2, 1] and by_title["Loss"]["held_out"] == [[0, 5], [3, 5]]
+    assert by_title["Accuracy"]["steps"] == [0, 3] and by_title["Accuracy"]["mean"] == pytest.approx([10, 30])
+    assert config.label == "supervised"
+
+
 def test_each_step_that_is_drawn_has_its_place_whatever_the_number_of_steps(leave_run, tmp_path):
     folder = leave_run(tmp_path / "a")
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
