@@ -198,7 +198,7 @@ def _draw_panel(axes: Axes, panel: Panel, records: Sequence[Mapping[str, Any]]) 
         mean = smooth(raw)
         axes.plot(steps, raw, color=RAW, linewidth=0.8)
         axes.plot(steps, mean, color=LINE, linewidth=1.8, marker="o" if len(steps) == 1 else None, markersize=4)
-        _last(axes, f"{'training ' if held_out else ''}{mean[-1]:.3g}", LINE, height=1.03)
+        _last(axes, "training " * bool(held_out), mean[-1], LINE, height=1.03)
         parts = dict.fromkeys(name.partition("/")[2] for r in records for name in r if name.startswith(f"{panel.key}/"))
         for part, colour in zip(parts, COLOURS[2:], strict=False):  # they add up to the metric
             axes.plot(*series(records, f"{panel.key}/{part}"), color=colour, linewidth=1, label=part)
@@ -207,14 +207,16 @@ def _draw_panel(axes: Axes, panel: Panel, records: Sequence[Mapping[str, Any]]) 
     if held_out:
         scored = np.asarray(held_out) * panel.scale
         axes.plot(held_out_steps, scored, color=HELD_OUT, linewidth=1, marker="o", markersize=4, markeredgewidth=0)
-        _last(axes, f"held out {scored[-1]:.3g}", HELD_OUT, height=1.125)
+        _last(axes, "held out ", scored[-1], HELD_OUT, height=1.125)
     if not values and not held_out:
         axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color=MUTED)
         axes.set_yticks([])
 
 
-def _last(axes: Axes, text: str, color: str, height: float) -> None:
-    """Writes `text` above the panel, where it covers no data; `height` is in heights of the panel, from its bottom."""
+def _last(axes: Axes, words: str, value: float, color: str, height: float) -> None:
+    """Writes `words` and three digits of `value`, or all before the point, above the panel, where they cover no data;
+    `height` is in heights of the panel, from its bottom."""
+    text = f"{words}{value:{',.0f' if abs(value) >= 999.5 else '.3g'}}"
     axes.text(1, height, text, transform=axes.transAxes, ha="right", fontsize=9.5, fontweight="bold", color=color)
 
 

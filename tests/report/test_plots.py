@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.image import imread
+from matplotlib.text import Text
 
+from rpg_jax.report import plots
 from rpg_jax.report.plots import (
     CONVERSATION_PANELS,
     HELD_OUT,
@@ -63,6 +65,14 @@ def test_held_out_accuracy_appears_once_there_is_an_evaluation(tmp_path):
     accuracy = pixels(draw_curves(run), HELD_OUT)
     run = log(tmp_path / "run", [{"step": 1, **FULL, "eval/accuracy": 0.6, "eval/reward": 0.1}])
     assert 0 < accuracy < pixels(draw_curves(run), HELD_OUT), "the reward stands beside it"
+
+
+def test_a_number_above_a_panel_has_all_its_digits_before_the_point(tmp_path, monkeypatch):
+    texts = []
+    monkeypatch.setattr(plots, "png", lambda figure: texts.extend(x.get_text() for x in figure.findobj(Text)) or b"")
+    numbers = {"reward": 12345.6, "completion_length": 999.7, "entropy": 0.012345, "eval/reward": -2998.4}
+    draw_curves(log(tmp_path, [{"step": 1, **numbers}]))
+    assert {"training 12,346", "held out -2,998", "1,000", "0.0123"} <= set(texts)
 
 
 def test_killed_and_odd_runs_are_drawn_too(tmp_path):
