@@ -67,10 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def plan(options: argparse.Namespace) -> int:
     """Compiles or estimates by `options`, the flags, and prints the plan; with --get_compiler only gets the compiler.
     Returns 0 if the config fits (with --search the fastest settings that were found), else 1. Raises ValueError for an
-    unknown slice, a config that cannot run, a missing compiler, and if --search finds nothing by arithmetic."""
+    unknown slice, flags that do not go together, a config that cannot run, a missing compiler, and if --search finds
+    nothing by arithmetic."""
     if options.get_compiler:
         print(topologies.get_compiler())
         return 0
+    if options.beside and (options.search or options.programs):
+        raise ValueError("--beside compares by arithmetic alone: leave out --search and --programs")
     settings, given = cli.settings(options.beside), options.overrides
     loaded = {name: config_files.load(options.config, [*given, *own]).config for name, own in settings.items()}
     from rpg_jax.planning import estimates, run_plan  # load JAX: wrong flags need not wait

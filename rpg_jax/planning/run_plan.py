@@ -120,8 +120,11 @@ def vocabulary(config: ConfigDict) -> int | None:
 def lengths_of(config: ConfigDict, *, mean: float = 0, prompt: float = 0) -> Lengths:
     """Returns the lengths that a plan assumes, in tokens. `mean` is the mean of completions; 0: half of
     rollout.max_tokens. `prompt` is the mean of prompts; 0: `PROMPT_TOKENS`, or half of task.max_prompt_tokens if less.
-    The spread is `SPREAD`, and the config gives the limits."""
+    The spread is `SPREAD`, and the config gives the limits. Raises ValueError for a mean below 0 or above its limit."""
     limit, usual = config.rollout.max_tokens, min(PROMPT_TOKENS, config.task.max_prompt_tokens / 2)
+    for flag, field, given in (("mean", "rollout.max_tokens", mean), ("prompt", "task.max_prompt_tokens", prompt)):
+        if not 0 <= given <= config[field]:
+            raise ValueError(f"--{flag}_tokens={given:g}: at least 0, and at most {field}={config[field]}")
     part = config.rollout.partial_tokens or math.inf
     return Lengths(prompt=prompt or usual, mean=mean or limit / 2, spread=SPREAD, limit=limit, part=part)
 

@@ -213,6 +213,20 @@ def test_devices_that_only_sample_are_planned_apart():
             by_arithmetic(resolve(config), V5E)
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--mean_tokens=2049"], "--mean_tokens=2049: at least 0, and at most rollout.max_tokens=2048"),
+        (["--prompt_tokens=-1"], "--prompt_tokens=-1: at least 0, and at most task.max_prompt_tokens=2048"),
+        (["--beside=seed=1", "--search"], "--beside compares by arithmetic alone: leave out --search and --programs"),
+        (["--beside=seed=1", "--programs=decode"], "leave out --search and --programs"),
+    ],
+)
+def test_lengths_that_no_completion_has_and_flags_that_do_not_go_together_are_refused(flags, said, capsys):
+    assert plan.main(["--config=configs/qwen3_4b_2k.py", *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_wrong_topology_ends_in_one_line():
     command = [sys.executable, "-m", "rpg_jax.plan", "--config=configs/tiny.py", "--topology=v9:2x2"]
