@@ -23,7 +23,7 @@ def sweep_table(config: str, methods: Sequence[str], sweeps: Sequence[str]) -> t
     fields: dict[str, list[Any]] = {}
     for text in sweeps:
         field, separator, values = text.removeprefix("--config.").partition("=")
-        if not separator or not all(value.strip() for value in values.split(",")):
+        if not (field and separator) or not all(value.strip() for value in values.split(",")):
             raise ValueError(f"--sweep {text!r}: write FIELD=VALUE,VALUE, as in optimizer.learning_rate=1e-4,3e-4")
         if field == "seed" or field.startswith("run."):
             raise ValueError(f"--sweep {field}: --seeds and --out give every run its seed and its folder")

@@ -54,6 +54,7 @@ def test_methods_and_seeds_alone_are_a_table_of_any_config(tmp_path, monkeypatch
         (["reference.rule=fixd"], "reference.rule='fixd': did you mean 'fixed'? One of"),
         (["optimizer.learning_rate=1e-4,abc"], "could not convert string to float: 'abc'"),
         (["train.steps"], "--sweep 'train.steps': write FIELD=VALUE,VALUE"),
+        (["=1,2"], "--sweep '=1,2': write FIELD=VALUE,VALUE"),
         (["train.steps=1,1"], "a value is there twice"),
         (["task.digits=1,12"], "task.digits=12 must be in [1, 9]"),
         (["train.steps=1", "--methods=GRP0"], "GRP0, steps 1: unknown method 'GRP0'. Did you mean 'GRPO'?"),
