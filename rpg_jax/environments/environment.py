@@ -212,8 +212,8 @@ async def call(environment: Environment, name: str, problem: dict[str, str], *ot
     """Calls a method of an environment in this process: a coroutine function in the running event loop, another method
     in a new thread. `name` is "reset", with the result {"messages": messages}, or "step", with messages and completion
     as `others` and the result {"observation": messages, "reward": float, "done": bool}. `problem` has `Posed`'s fields.
-    If the call is cancelled, as at a deadline, the thread runs on until the method returns. Raises BadScore
-    for a result of another form, and what the method raises; RuntimeError in place of SystemExit in a thread."""
+    If the call is cancelled, as at a deadline, the thread runs on until the method returns. Raises BadScore for a
+    result of another form, and what the method raises; in a thread RuntimeError for StopIteration and SystemExit."""
     method, arguments = getattr(environment, name), (Posed(**problem), *others)
     if inspect.iscoroutinefunction(method):
         return _checked_value(name, await method(*arguments))
@@ -222,10 +222,9 @@ async def call(environment: Environment, name: str, problem: dict[str, str], *ot
     def run() -> None:
         try:
             result.set_result(method(*arguments))
-        except Exception as error:
-            result.set_exception(error)
-        except BaseException as error:  # SystemExit too: it must not end the thread without a result
-            result.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+        except BaseException as error:  # asyncio takes no StopIteration, and an exit would end the loop
+            fits = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            result.set_exception(error if fits else RuntimeError(f"{type(error).__name__}: {error}"))
 
     result.set_running_or_notify_cancel()  # so that the thread may set it after a deadline
     # Not a thread of an executor: the interpreter would wait at its end for one that hangs.

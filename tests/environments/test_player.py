@@ -75,6 +75,7 @@ KILLED = {
 }
 LIES = {
     "code: 1 // 0": "error",
+    "code: next(iter([]))": "error",
     "code: exit()": "error",
     "code: Turn('x', float('nan'))": "value",
     "code: Turn('x', 1e9)": "value",
