@@ -173,6 +173,7 @@ MODEL = "configs/chains_start"  # it has positions for 32768 tokens
         (["--run=x", "--config.seed=1"], "--config.seed=1: a run has its own config, and --run takes no field of it"),
         (["--model=x", "--config=tiny"], "--model takes no --config: leave --model out, and add --config.model.path="),
         (["--run=x", "--model=y"], "which policy? Give one of --run=runs/NAME, --model=NAME and --config=FILE"),
+        (["--model=/absent", "--weights_from=gs://b/w"], "'gs://b/w' is no local folder"),  # before weights are read
         ([f"--model={MODEL}", "--context=99999"], "--context=99999: the model has positions for 32768 tokens"),
     ],
 )

@@ -40,7 +40,6 @@ _CPU_CONTEXT = 8192
 _CPU_CACHE = 1 << 30  # bytes of keys and values: a CPU copies them now and then
 _CLOSING = 30.0  # seconds that closing may take after --grace
 _LOOK = 1.0  # seconds between two looks at the requests under way
-_PASSED = ("temperature", "port", "max_active", "http_port", "weights_from")
 
 
 def serve(options: argparse.Namespace, loaded: config_files.Loaded | None) -> int:
@@ -55,14 +54,15 @@ def serve(options: argparse.Namespace, loaded: config_files.Loaded | None) -> in
         access.check_free(flag, getattr(options, flag))
     if options.announce:
         file_of(options.announce, options.announce_name, options.http_port)
+    home = None if options.weights_from is None else storage.local(options.weights_from).resolve()
     served, name = _opened(options, loaded)
-    if options.weights_from is not None:
+    if home is not None:
         served = with_room_to_load(served)
-    if options.context is not None or options.weights_from is None:
+    if options.context is not None or home is None:
         served = with_context(served, options.context)
     model_name = Path(options.run or served.experiment.config.model.path or "policy").name
-    chosen = {flag: getattr(options, flag) for flag in _PASSED}
-    server = _make_policy_server(served, name=model_name, access=access, **chosen)
+    chosen = {flag: getattr(options, flag) for flag in ("temperature", "port", "max_active", "http_port")}
+    server = _make_policy_server(served, home=home, name=model_name, access=access, **chosen)
     del served  # the server has its own weights, in the dtype that decodes
     return _until_the_end(server, name, access, options)
 
@@ -143,9 +143,9 @@ def _give_up() -> None:
     print("error: the server did not close in time; its process ends here", file=sys.stderr)
 
 
-def _make_policy_server(served: Policy, *, temperature: float, weights_from: str | None, **options: Any) -> Server:
+def _make_policy_server(served: Policy, *, temperature: float, home: Path | None, **options: Any) -> Server:
     """Starts a server of `served`, whose config must name the driver "orchestrator". A request without a temperature
-    has `temperature`. HTTP clients may load weights from folders inside `weights_from`, a local folder; None: from
+    has `temperature`. HTTP clients may load weights from folders inside `home`, a local folder; None: from
     nowhere. `options` are further arguments of `Server`."""
     experiment = served.experiment
     with experiment.layout.activate():
@@ -154,8 +154,8 @@ def _make_policy_server(served: Policy, *, temperature: float, weights_from: str
         rollout = JetStreamRollout(made.engine, keep_state=True, metrics_collector=JetstreamMetricsCollector())
         chat, thinking = experiment.tokenizer.chat, experiment.config.task.thinking
         options["render"] = None if chat is None else functools.partial(chat, thinking=thinking)
-        if weights_from is not None:
-            options["disk"] = _Disk(experiment.layout, rollout, storage.local(weights_from).resolve())
+        if home is not None:
+            options["disk"] = _Disk(experiment.layout, rollout, home)
         return Server(rollout, experiment.tokenizer, experiment.sampling(temperature), **options)
 
 
