@@ -388,9 +388,9 @@ def rpg_verl(
     above = positive & (given.w_now >= (1 + clip_high) * (1 - ROUNDING))
     below = ~positive & (given.w_now < (1 - clip_low) * (1 - ROUNDING))
     far = ~positive & (given.w_now >= clip_dual * (1 - ROUNDING))
-    at = np.where(above, 1 + clip_high, np.where(below, 1 - clip_low, np.where(far, clip_dual, 0.0)))
-    is_bound = above | below | far
-    return np.where(is_bound, frozen(-(at * advantages + kl) * x), -(given.w_now * advantages - kl) * x)
+    at = np.where(above, 1 + clip_high, np.where(below, 1 - clip_low, np.where(far, clip_dual, given.w_now)))
+    loss = -(at * advantages + np.where(above | below, kl, -kl)) * x  # its KL changes sign at the two bounds
+    return np.where(above | below | far, frozen(loss), loss)
 
 
 def _verl_penalty(divergence, log_r):
