@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from rpg_jax.rewards.verdicts import CHANCE, FirstFailures, Task, Verdict
 if TYPE_CHECKING:
     from rpg_jax.types import Turns  # loads JAX
 
-_VOTES = 16  # problems whose answers are compared at once
+_VOTES = 16  # problems whose answers are read and compared at once
 _FIRST_SCORES = 1000  # a part of the first step of a large run, the first steps of a small one
 
 
@@ -177,18 +176,12 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         "math_verify", worker processes read and compare them, which takes time). Equal answers to a problem are the
         same text. Raises ValueError if "by_source" meets an unknown source; ChildProcessError as the pool does."""
         by_source = self._accuracy == verifiers.BY_SOURCE
-        places = collections.defaultdict[str, list[int]](list)
-        for place, problem in enumerate(problems):
-            places[verifiers.name_for_source(problem.source) if by_source else self._accuracy].append(place)
-        found: dict[int, list[str | None]] = {}
-        for name, own in places.items():
-            verifier, given = verifiers.VERIFIERS.get(name), [texts[place] for place in own]
-            if verifier and verifier.equal:
-                answers = self._merged_answers(verifier, given)
-            else:
-                answers = [[extract_answer(text, name) for text in one] for one in given]
-            found |= zip(own, answers, strict=True)
-        return [found[place] for place in range(len(problems))]
+        names = [verifiers.name_for_source(p.source) if by_source else self._accuracy for p in problems]
+        threads = ThreadPoolExecutor(_VOTES)
+        try:
+            return list(threads.map(self._answers, names, texts))
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
         """Ends the worker processes and the event loop, and a judge's threads after their present requests."""
@@ -236,21 +229,20 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         own = iter(self._in_process.run([task for f, task in zip(chosen, tasks, strict=True) if not f.pooled]))
         return [next(pooled if f.pooled else own) for f in chosen]
 
-    def _merged_answers(self, verifier: verifiers.Verifier, texts: Sequence[Sequence[str]]) -> list[list[str | None]]:
-        """Returns the answers that `verifier` reads in each problem's completions. Equal answers have one spelling."""
-        tasks = [Task(verifier.read, (text,), returns="object") for own in texts for text in own]
-        answers = iter([(verdict.value or {}).get("answer") for verdict in self._pool.run(tasks)])
-        read = [[Read(found, text) if (found := next(answers)) else None for text in own] for own in texts]
+    def _answers(self, name: str, texts: Sequence[str]) -> list[str | None]:
+        """Returns the answers that a verifier reads in a problem's completions. Equal answers have one spelling."""
+        verifier = verifiers.VERIFIERS.get(name)
+        if verifier is None or not verifier.equal:
+            return [extract_answer(text, name) for text in texts]
+        found = self._pool.run([Task(verifier.read, (text,), returns="object") for text in texts])
+        answers = [(verdict.value or {}).get("answer") for verdict in found]
+        read = [Read(answer, text) if answer else None for answer, text in zip(answers, texts, strict=True)]
 
         def equal(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
             verdicts = self._pool.run([Task(verifier.equal, pair) for pair in pairs])
             return [None if verdict.score is None else verdict.score == 1 for verdict in verdicts]
 
-        threads = ThreadPoolExecutor(_VOTES)
-        try:
-            return list(threads.map(merge_equal_answers, read, itertools.repeat(equal)))
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)
+        return merge_equal_answers(read, equal)
 
     def _check_for_grades(self, scores: Sequence[float]) -> None:
         """Looks for grades, which are neither right nor wrong without `right_above`. A grade among the first scores
