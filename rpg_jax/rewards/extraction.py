@@ -9,7 +9,6 @@ time, so this runs in the trainer's process: a regular expression with an open e
 """
 
 import collections
-import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from decimal import Context, Decimal
@@ -221,38 +220,31 @@ MOST_COMPARED = 32
 _MOST_FAILURES = 2  # failed comparisons of an answer: one that hangs each time costs 2 deadlines, not 31
 
 
-@dataclasses.dataclass(frozen=True)
-class Read:
-    """The `answer` that a verifier read in a completion, as the completion writes it, and the completion's `text`."""
-
-    answer: str
-    text: str
-
-
 Equal = Callable[[Sequence[tuple[str, str]]], Sequence[bool | None]]
 """Pairs of completions' texts -> for each pair whether the answers are equal; None if the comparison failed."""
 
 
-def merge_equal_answers(given: Sequence[Read | None], equal: Equal) -> list[str | None]:
+def merge_equal_answers(answers: Sequence[str | None], texts: Sequence[str], equal: Equal) -> list[str | None]:
     """Gives equal answers to a problem one spelling, so that a vote counts them together. Reads no reference answer.
 
-    A spelling is the `Read.answer` of a completion. Two spellings are joined if a chain of equal pairs leads from one
+    A spelling is an answer as a completion writes it. Two spellings are joined if a chain of equal pairs leads from one
     to the other, though the equality of math-verify is not transitive (5 = 5 % = 0.05). Spellings are compared in
     rounds: each with the next most frequent spelling, then with the second next, and so on. A pair is left out if a
     chain joins it already, if two comparisons of a spelling failed, or if a spelling is not among the 32 most frequent.
 
     Args:
-      given: what was read in each completion of the problem, or None where no answer was found.
-      equal: takes pairs of `Read.text`, those of a round, and returns for each whether the answers are equal, or None
-        if the comparison failed. It is called 31 times, sometimes with no pair.
+      answers: the spelling in each completion of the problem, or None where no answer was found.
+      texts: the texts of these completions.
+      equal: takes pairs of texts, those of a round, and returns for each whether the answers are equal, or None if the
+        comparison failed. It is called at most 31 times, sometimes with no pair.
 
-    Returns a list like `given`: the most frequent of the joined spellings (the first of a tie); None for None.
+    Returns a list like `answers`: the most frequent of the joined spellings (the first of a tie); None for None.
     """
-    found = [read for read in given if read is not None]
-    text = {read.answer: read.text for read in reversed(found)}
-    written = [answer for answer, _ in collections.Counter(read.answer for read in found).most_common()]
+    found = [(answer, text) for answer, text in zip(answers, texts, strict=True) if answer is not None]
+    text = dict(reversed(found))
+    written = [answer for answer, _ in collections.Counter(answer for answer, _ in found).most_common()]
     group, failures = {answer: answer for answer in written}, collections.Counter[str]()
-    for apart in range(1, MOST_COMPARED):
+    for apart in range(1, min(MOST_COMPARED, len(written))):
         pairs = [
             (one, other)
             for one, other in zip(written, written[apart:MOST_COMPARED], strict=False)
@@ -265,4 +257,4 @@ def merge_equal_answers(given: Sequence[Read | None], equal: Equal) -> list[str 
             elif verdict:
                 kept, gone = sorted((group[one], group[other]), key=written.index)
                 group = {answer: kept if joined == gone else joined for answer, joined in group.items()}
-    return [group[read.answer] if read else None for read in given]
+    return [None if answer is None else group[answer] for answer in answers]

@@ -15,7 +15,7 @@ import numpy as np
 
 from rpg_jax.rewards import verifiers
 from rpg_jax.rewards.callables import NOTHING, Handed, InProcess
-from rpg_jax.rewards.extraction import Read, extract_answer, merge_equal_answers
+from rpg_jax.rewards.extraction import extract_answer, merge_equal_answers
 from rpg_jax.rewards.judge import Judge, Server
 from rpg_jax.rewards.pool import WorkerPool
 from rpg_jax.rewards.verdicts import CHANCE, FirstFailures, Task, Verdict
@@ -235,14 +235,13 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         if verifier is None or not verifier.equal:
             return [extract_answer(text, name) for text in texts]
         found = self._pool.run([Task(verifier.read, (text,), returns="object") for text in texts])
-        answers = [(verdict.value or {}).get("answer") for verdict in found]
-        read = [Read(answer, text) if answer else None for answer, text in zip(answers, texts, strict=True)]
+        answers = [(verdict.value or {}).get("answer") or None for verdict in found]
 
         def equal(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
             verdicts = self._pool.run([Task(verifier.equal, pair) for pair in pairs])
             return [None if verdict.score is None else verdict.score == 1 for verdict in verdicts]
 
-        return merge_equal_answers(read, equal)
+        return merge_equal_answers(answers, texts, equal)
 
     def _check_for_grades(self, scores: Sequence[float]) -> None:
         """Looks for grades, which are neither right nor wrong without `right_above`. A grade among the first scores

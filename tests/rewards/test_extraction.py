@@ -14,7 +14,6 @@ from rpg_jax.data import Problem
 from rpg_jax.report.scores import maj_at_k
 from rpg_jax.rewards.extraction import (
     MOST_COMPARED,
-    Read,
     boxed,
     dapo_answer,
     extract_answer,
@@ -116,7 +115,7 @@ def test_gsm8k_refuses_a_bad_reference():
 
 
 def read(*answers):
-    return [None if answer is None else Read(answer, f"so {answer}") for answer in answers]
+    return answers, [f"so {answer}" for answer in answers]
 
 
 class Comparing:
@@ -134,10 +133,10 @@ class Comparing:
 
 def test_a_chain_of_equal_pairs_is_one_answer_in_its_most_frequent_spelling():
     chain = Comparing(lambda one, other: abs(int(one) - int(other)) <= 1)
-    assert merge_equal_answers(read("3", "1", "2", "7", "1", None), chain) == ["1", "1", "1", "7", "1", None]
+    assert merge_equal_answers(*read("3", "1", "2", "7", "1", None), chain) == ["1", "1", "1", "7", "1", None]
     # The first of equally frequent spellings, in whatever order the completions come.
-    assert merge_equal_answers(read("5", "6"), chain) == ["5", "5"]
-    assert merge_equal_answers(read("6", "5"), chain) == ["6", "6"]
+    assert merge_equal_answers(*read("5", "6"), chain) == ["5", "5"]
+    assert merge_equal_answers(*read("6", "5"), chain) == ["6", "6"]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -150,24 +149,24 @@ def test_the_groups_are_the_connected_components_of_the_equal_pairs(seed):
         for one, other in map(tuple, edges):
             component[one] |= component[other]
             component[other] |= component[one]
-    found = merge_equal_answers(read(*names), Comparing(lambda one, other: frozenset((one, other)) in edges))
+    found = merge_equal_answers(*read(*names), Comparing(lambda one, other: frozenset((one, other)) in edges))
     for one, spelling in zip(names, found, strict=True):
         assert {n for n, s in zip(names, found, strict=True) if s == spelling} == component[one]
 
 
 def test_equal_spellings_need_no_comparison():
     asked = Comparing(lambda one, other: True)
-    assert merge_equal_answers(read("1", "1"), asked) == ["1", "1"] and asked.pairs == 0
-    assert merge_equal_answers(read(None), asked) == [None] and asked.pairs == 0
+    assert merge_equal_answers(*read("1", "1"), asked) == ["1", "1"] and asked.pairs == 0
+    assert merge_equal_answers(*read(None), asked) == [None] and asked.pairs == 0
 
 
 def test_comparisons_are_bounded_and_an_answer_that_hangs_two_of_them_is_left_alone():
     never = Comparing(lambda one, other: False)
     names = [str(i) for i in range(3 * MOST_COMPARED)]
-    assert merge_equal_answers(read(*names), never) == names
+    assert merge_equal_answers(*read(*names), never) == names
     assert never.pairs == MOST_COMPARED * (MOST_COMPARED - 1) // 2
     hangs = Comparing(lambda one, other: None if "9" in (one, other) else one[0] == other[0])
-    found = merge_equal_answers(read(*names[:12]), hangs)
+    found = merge_equal_answers(*read(*names[:12]), hangs)
     assert found == [n if n not in ("10", "11") else "1" for n in names[:12]]
     assert hangs.counts["9"] == 2
 
