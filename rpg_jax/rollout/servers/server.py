@@ -11,7 +11,7 @@ from typing import Any
 
 from rpg_jax.rollout.servers.client import Caller, Unavailable
 
-Call = tuple[str, Mapping[str, Any]]
+Post = tuple[str, Mapping[str, Any]]
 """(path, the JSON object to post there)."""
 
 
@@ -33,7 +33,7 @@ class Kind:
         packed copy of the head on a CPU, which a reload replaces only where the folder has the tensor.
     """
 
-    loads: Callable[[str, str], list[Call]]
+    loads: Callable[[str, str], list[Post]]
     needs: str
     counters: bool = False
     refuses: str | None = None
@@ -41,16 +41,16 @@ class Kind:
     head: bool = False
 
 
-def _vllm(folder: str, label: str) -> list[Call]:
+def _vllm(folder: str, label: str) -> list[Post]:
     reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
     return [("/pause?mode=abort", {}), ("/collective_rpc", reload), ("/reset_prefix_cache", {}), ("/resume", {})]
 
 
-def _from_disk(folder: str, label: str) -> list[Call]:
+def _from_disk(folder: str, label: str) -> list[Post]:
     return [("/update_weights_from_disk", {"model_path": folder, "weight_version": label})]
 
 
-def _sglang(folder: str, label: str) -> list[Call]:
+def _sglang(folder: str, label: str) -> list[Post]:
     [(path, body)] = _from_disk(folder, label)
     return [(path, {**body, "abort_all_requests": True, "flush_cache": True})]
 
