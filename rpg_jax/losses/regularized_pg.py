@@ -9,14 +9,12 @@ Reasoning" (arXiv:2505.17508), for any reference policy.
 the losses of the paper's public code. `rpg` is the row of the registry, which chooses one of the three.
 """
 
-import functools
 from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
-from rpg_jax import masking
 from rpg_jax.losses import clipping, completions
 from rpg_jax.losses.clipping import Bounds, weighted
 from rpg_jax.losses.completions import GradientWeights
@@ -293,8 +291,8 @@ def completion_surrogate(tokens: Tokens, divergence: Divergence, kl_coef: KLCoef
     The gradient flows through W. The sum over the tokens gives the exact gradient, as does `completions.sequence` with
     weight W. A forward divergence has ρ_x here, where `sequence` has ρ_{≤t}.
     """
-    mean = functools.partial(masking.completion_mean, mask=tokens.mask, completion_ids=tokens.completion_ids)
-    total = functools.partial(masking.completion_sum, mask=tokens.mask, completion_ids=tokens.completion_ids)
+    total = completions.Completions(tokens).whole
     log_w, log_rho = total(tokens.log_w), total(tokens.log_rho)
     length = jnp.maximum(total(jnp.ones_like(log_w)), 1)
-    return (-bounded_exp(log_w) * mean(tokens.advantages) + kl_coef * divergence(log_w, log_rho)) / length
+    mean = total(tokens.advantages) / length
+    return (-bounded_exp(log_w) * mean + kl_coef * divergence(log_w, log_rho)) / length

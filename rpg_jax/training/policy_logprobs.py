@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from rpg_jax import losses
-from rpg_jax.models.logical import constrain, mesh_axes, platform
+from rpg_jax.models.logical import constrain, mesh_axes, platform, shards
 from rpg_jax.types import Rows
 
 # A TPU holds the logits of this many completion tokens at once; a CPU half as many, which is as fast; a GPU four times
@@ -75,8 +75,7 @@ def _cut(rows: int, positions: int) -> losses.Cut | None:
     mesh = jax.sharding.get_abstract_mesh()
 
     def axes(name: str, size: int) -> tuple[str, ...]:
-        wide = mesh_axes(name)
-        return () if size % math.prod(mesh.shape[axis] for axis in wide) else wide
+        return () if size % shards(name) else mesh_axes(name)
 
     cut = losses.Cut(mesh, axes("batch", rows), axes("length", positions), axes("vocab", 0), axes("embed", 0))
     if not set(cut.width) <= set(cut.rows):
