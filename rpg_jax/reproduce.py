@@ -100,7 +100,7 @@ def _data_file(options: argparse.Namespace, extra: Sequence[str]) -> Path:
     nor a file is given."""
     runs_only = ("sweep", "config", "methods", "seeds", "jobs", "with_data", "quick")
     given = [f"--{name.replace('_', '-')}" for name in runs_only if getattr(options, name)]
-    if given := [*given, *options.overrides, *extra]:
+    if given := [*given, *["--noscan"] * (not options.scan), *options.overrides, *extra]:
         raise ValueError(f"--from-data makes the page of the runs as they were: leave out {', '.join(given)}")
     if options.from_data != Path():
         return options.from_data

@@ -107,8 +107,9 @@ def test_data_that_are_missing_or_foreign_are_an_error_of_one_line(tmp_path, cap
         (tmp_path / "bad").write_bytes(content)
         assert reproduce.main([f"--from-data={tmp_path / 'bad'}"]) == 2
         assert "is not the data of a table" in capsys.readouterr().err
-    assert reproduce.main(["--table=small", "--from-data", "--seeds=3", "--", "--config.train.steps=3"]) == 2
-    assert "leave out --seeds, --config.train.steps=3" in capsys.readouterr().err
+    flags = ["--table=small", "--from-data", "--seeds=3", "--noscan", "--", "--config.train.steps=3"]
+    assert reproduce.main(flags) == 2
+    assert "leave out --seeds, --noscan, --config.train.steps=3" in capsys.readouterr().err
 
 
 def test_the_numbers_that_come_with_the_code_are_of_a_table():
