@@ -202,7 +202,11 @@ def test_colours_follow_the_quantity_and_its_scale(opened):
     opened.choose("colour", "entropy")
     assert "nats" in opened.text("#scale") and opened.all(".member .token.amount") and not opened.all(".token.below")
     opened.choose("colour", "clip state")
-    assert "1 + ε₂" in opened.text("#scale") and opened.all(".member .clip-high") and opened.all(".member .clip-low")
+    assert (
+        "its upper bound" in opened.text("#scale")
+        and opened.all(".member .clip-high")
+        and opened.all(".member .clip-low")
+    )
     assert [state.text for state in opened.all("#scale i")] == ["high", "low"], "no state that no token has"
 
 

@@ -13,9 +13,9 @@ const CLIP_CLASSES = {
   free: "", clipped: "clip-high", high: "clip-high", low: "clip-low", dual: "clip-dual", "not trained": "clip-off",
   observed: "observed",
 };
-const CLIP_NOTES = {
-  clipped: "ratio clipped", high: "A ≥ 0, ratio above 1 + ε₂", low: "A < 0, ratio below 1 − ε₁",
-  dual: "A < 0, ratio above c", "not trained": "not trained",
+const CLIP_NOTES = { // each loss has its own bounds: docs/methods.md
+  clipped: "ratio clipped", high: "ratio above its upper bound", low: "ratio below its lower bound",
+  dual: "ratio above its dual bound", "not trained": "not trained",
   observed: "written by the environment, not trained",
 };
 const PREVIEW = [20, 40]; // tokens made of the beginning and of the end of a completion that is not chosen
