@@ -123,6 +123,15 @@ def opened(driver, leave_run, tmp_path):
     assert found.trouble() == ([], [])
 
 
+def test_a_figure_is_as_wide_as_its_place_whenever_that_changes(opened):
+    for width in ("900px", "520px", ""):  # the window stays as it is
+        opened.run("document.body.style.width = arguments[0]", width)
+        opened.until(
+            "return [...document.querySelectorAll('.canvas')]"
+            ".every(canvas => canvas.querySelector('svg').clientWidth === canvas.clientWidth)"
+        )
+
+
 def test_tables_figures_and_the_crosshair(opened):
     assert [cell.text for cell in opened.all("#results tbody th") if cell.is_displayed()] == ["GRPO", "DAPO"]
     assert len(opened.all("#figures figure")) == 5 and len(opened.all("#figures .band")) == 10

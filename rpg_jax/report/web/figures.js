@@ -38,12 +38,12 @@ function dynamics() {
     panels.push({data, canvas, readout});
   }
   chooseAxis(document.querySelector(".switch input:checked").value);
-  let width = innerWidth;
-  addEventListener("resize", () => {
-    if (innerWidth === width) return;
-    width = innerWidth;
+  let width = byId("figures").clientWidth;
+  new ResizeObserver(() => {
+    if (byId("figures").clientWidth === width) return;
+    width = byId("figures").clientWidth;
     panels.forEach(draw);
-  });
+  }).observe(byId("figures"));
 }
 
 // About `count` round numbers in [low, high].
