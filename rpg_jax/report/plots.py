@@ -198,6 +198,8 @@ def _draw_panel(axes: Axes, panel: Panel, records: Sequence[Mapping[str, Any]]) 
         mean = smooth(raw)
         axes.plot(steps, raw, color=RAW, linewidth=0.8)
         axes.plot(steps, mean, color=LINE, linewidth=1.8, marker="o" if len(steps) == 1 else None, markersize=4)
+        if not raw.any():
+            axes.set_ylim(bottom=0)
         _last(axes, "training " * bool(held_out), mean[-1], LINE, height=1.03)
         parts = dict.fromkeys(name.partition("/")[2] for r in records for name in r if name.startswith(f"{panel.key}/"))
         for part, colour in zip(parts, COLOURS[2:], strict=False):  # they add up to the metric

@@ -61,7 +61,7 @@ function extent({curves}) {
   const own = [...shown].map((i) => curves[i]).filter((c) => c);
   const values = own.flatMap((c) => [...c.low, ...c.high, ...(c.held_out || []).map(([, value]) => value)]);
   const low = Math.min(...values), high = Math.max(...values);
-  const nearZero = low >= 0 && low < 0.5 * high;
+  const nearZero = low >= 0 && (low < 0.5 * high || !high);
   const pad = 0.06 * (high - low || Math.abs(high) || 1);
   return [nearZero ? 0 : low - pad, high + pad];
 }
