@@ -30,7 +30,7 @@ def export(options: argparse.Namespace) -> None:
     clash, if the folder holds files, or if there is no such run or checkpoint, or with --adapter no adapter."""
     if options.run is None or options.out is None:
         raise ValueError("give the run and where to write it: --run=runs/NAME --out=FOLDER")
-    from rpg_jax.runs.policy import Policy, export_adapters, free_folder  # loads JAX: wrong flags need not wait for it
+    from rpg_jax.runs.policy import Policy, free_folder  # loads JAX: wrong flags need not wait for it
 
     if options.adapter:
         if options.dtype:
@@ -42,6 +42,27 @@ def export(options: argparse.Namespace) -> None:
     policy = Policy.from_run(options.run, step=options.step)
     policy.export(options.out, dtype=options.dtype)
     print(f"step {policy.step} of {options.run} is in {options.out}")
+
+
+def export_adapters(run: str, out: str, *, step: int | None = None) -> int:
+    """Writes the adapters of a checkpoint to the folder `out`, as the library peft reads them, and returns the
+    checkpoint's step. `run` is the run's folder or gs:// address; `step` None is the last one. Raises ValueError if
+    `out` holds files or is no local folder, or if there is no such run or checkpoint, or the run trains all weights."""
+    from rpg_jax import storage
+    from rpg_jax.models import lora
+    from rpg_jax.runs import policy, run_folder
+
+    target = policy.free_folder(out)
+    with run_folder.opened(run) as folder:
+        if not run_folder.read_config(folder.files).model.lora.rank:
+            raise ValueError(f"{run} trains all weights (model.lora.rank=0) and has no adapters; leave --adapter out")
+        adapted = policy.of_run(folder, step, merge=False)
+        layout = adapted.experiment.layout
+        assert layout.lora is not None
+        with storage.files.whole(target) as made, layout.activate():
+            base = layout.config.model.path
+            lora.save_adapters(made, layout.model, layout.lora, adapted.params, base=base)
+    return adapted.step
 
 
 if __name__ == "__main__":

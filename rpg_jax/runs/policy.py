@@ -17,7 +17,6 @@ from ml_collections import ConfigDict
 
 from rpg_jax import data, models, storage
 from rpg_jax.data.tokenizer import IncrementalDecoder, check_unicode
-from rpg_jax.models import lora
 from rpg_jax.rollout import Request
 from rpg_jax.rollout.decoding import capacity, power_of_two
 from rpg_jax.rollout.drivers import LockstepRollout, make_rollout
@@ -384,20 +383,3 @@ def of_config(
         base, adapters = new_base(experiment.layout, init_params), first_adapters(experiment.layout)
         layout, params = merged_layout(experiment.layout, base, adapters)
         return Policy(dataclasses.replace(experiment, layout=layout), params, 0)
-
-
-def export_adapters(run: str, out: str, *, step: int | None = None) -> int:
-    """Writes the adapters of a checkpoint to the folder `out`, as the library peft reads them, and returns the
-    checkpoint's step. `run` is the run's folder or gs:// address; `step` None is the last one. Raises ValueError if
-    `out` holds files or is no local folder, or if there is no such run or checkpoint, or the run trains all weights."""
-    target = free_folder(out)
-    with run_folder.opened(run) as folder:
-        if not run_folder.read_config(folder.files).model.lora.rank:
-            raise ValueError(f"{run} trains all weights (model.lora.rank=0) and has no adapters; leave --adapter out")
-        policy = of_run(folder, step, merge=False)
-        layout = policy.experiment.layout
-        assert layout.lora is not None
-        with storage.files.whole(target) as made, layout.activate():
-            base = layout.config.model.path
-            lora.save_adapters(made, layout.model, layout.lora, policy.params, base=base)
-    return policy.step

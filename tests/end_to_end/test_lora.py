@@ -8,10 +8,11 @@ import pytest
 
 import rpg_jax
 from rpg_jax import Policy
+from rpg_jax.export import export_adapters
 from rpg_jax.models.lora import load_adapters, merged
 from rpg_jax.runs import reinforcement, run_folder
 from rpg_jax.runs.learner import init_params, open_base
-from rpg_jax.runs.policy import export_adapters, of_run
+from rpg_jax.runs.policy import of_run
 from tests.end_to_end.test_resume import metrics, rollouts
 from tests.end_to_end.whole_runs import completed, environment
 
