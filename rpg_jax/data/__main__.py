@@ -81,11 +81,12 @@ def inspect(options: argparse.Namespace, console: Console) -> None:
     console.print(_counts(problems, report))
     if report.taken:
         console.print(_columns(report))
-    console.print(_lengths(problems, seen))
+    prompts = [len(encode_prompt(p, seen.tokenizer, thinking=seen.thinking)) for p in problems] if seen else []
+    console.print(_lengths(problems, prompts))
     if report.bad:
         console.print(_bad_rows(report))
     if seen is not None:
-        for line in _limits(problems, seen):
+        for line in _limits(problems, prompts, seen):
             console.print(Text(line))
     for problem in problems[: options.examples]:
         console.print(_example(problem, seen))
@@ -159,9 +160,8 @@ def _columns(report: Report) -> rich.table.Table:
     return table
 
 
-def _limits(problems: Sequence[Problem], seen: _Seen) -> Iterator[str]:
-    """Yields lines: how many prompts are too long for the config, and how many demonstrations of rows."""
-    prompts = _prompt_tokens(problems, seen)
+def _limits(problems: Sequence[Problem], prompts: Sequence[int], seen: _Seen) -> Iterator[str]:
+    """Yields lines: how many of the `prompts`, lengths in tokens, are too long, and how many demonstrations of rows."""
     long = sum(n > seen.max_prompt_tokens for n in prompts)
     yield f"{long} of {len(prompts)} prompts are longer than task.max_prompt_tokens={seen.max_prompt_tokens}"
     shown = [len(seen.tokenizer.encode(text)) + 1 for p in problems for text in p.demonstrations]
@@ -170,11 +170,7 @@ def _limits(problems: Sequence[Problem], seen: _Seen) -> Iterator[str]:
         yield f"{cut} of {len(shown)} demonstrations are cut off after {seen.max_tokens} tokens (warm_start.max_tokens)"
 
 
-def _prompt_tokens(problems: Sequence[Problem], seen: _Seen) -> list[int]:
-    return [len(encode_prompt(p, seen.tokenizer, thinking=seen.thinking)) for p in problems]
-
-
-def _lengths(problems: Sequence[Problem], seen: _Seen | None) -> rich.table.Table:
+def _lengths(problems: Sequence[Problem], prompts: Sequence[int]) -> rich.table.Table:
     lengths = {
         "prompt, characters": [len(p.prompt) for p in problems],
         "question, characters": [len(p.question) for p in problems],
@@ -182,8 +178,8 @@ def _lengths(problems: Sequence[Problem], seen: _Seen | None) -> rich.table.Tabl
     }
     if shown := [len(text) for p in problems for text in p.demonstrations]:
         lengths["demonstration, characters"] = shown
-    if seen is not None:
-        lengths["prompt, tokens"] = [len(encode_prompt(p, seen.tokenizer, thinking=seen.thinking)) for p in problems]
+    if prompts:
+        lengths["prompt, tokens"] = list(prompts)
     table = _table("lengths", "", "shortest", "median", "90 %", "99 %", "longest")
     for name, values in lengths.items():
         table.add_row(name, *(f"{np.quantile(values, q, method='nearest'):.0f}" for q in (0, 0.5, 0.9, 0.99, 1)))
