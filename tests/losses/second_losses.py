@@ -247,6 +247,10 @@ def opmd(given, kl_coef=0.1, penalty_level="completion"):
 # ---- RPG.
 
 
+def bounds_of(clip_low=0.2, clip_high=0.28, clip_dual=10.0):
+    return clip_low, clip_high, clip_dual
+
+
 def rpg(given, form="paper", level="token", behaviour_mass=1.0, **hyperparameters):
     if form == "verl":
         return behaviour_mass * rpg_verl(given, **hyperparameters)
@@ -255,17 +259,8 @@ def rpg(given, form="paper", level="token", behaviour_mass=1.0, **hyperparameter
     return behaviour_mass * rpg_completions(given, level=level, **hyperparameters)
 
 
-def rpg_tokens(
-    given,
-    divergence="urkl",
-    estimator="reinforce",
-    clip="dual",
-    kl_coef=1e-4,
-    clip_low=0.2,
-    clip_high=0.28,
-    clip_dual=10.0,
-):
-    (a, _, c), bounds, advantages = COEFFICIENTS[divergence], (clip_low, clip_high, clip_dual), given.advantages
+def rpg_tokens(given, divergence="urkl", estimator="reinforce", clip="dual", kl_coef=1e-4, **clips):
+    (a, _, c), bounds, advantages = COEFFICIENTS[divergence], bounds_of(**clips), given.advantages
     if estimator == "exact":  # the KL is a sum over the vocabulary, and the clip is the rewards'
         loss = clipped(given, given.w_now, advantages, 0.0, "exact", "reward" if clip == "dual" else clip, *bounds)
         return loss + kl_coef * (a * given.prefix[0] + c * given.prefix[1])
@@ -314,12 +309,10 @@ def rpg_completions(
     trace_decay=1.0,
     trace_cap=1.0,
     kl_coef=1e-4,
-    clip_low=0.2,
-    clip_high=0.28,
-    clip_dual=10.0,
+    **clips,
 ):
     (a, b, c), rows, advantages = COEFFICIENTS[divergence], given.rows, given.advantages
-    bounds, ones = (clip_low, clip_high, clip_dual), np.ones_like(given.now)
+    bounds, ones = bounds_of(**clips), np.ones_like(given.now)
     whole, before = rows.total(given.log_w_now), ratio(rows.upto(given.log_w_now, own=False))
     rho, rho_before = ratio(rows.upto(given.log_rho)), ratio(rows.upto(given.log_rho, own=False))
     completion = np.exp(np.clip(whole, -CAP, CAP))
@@ -362,24 +355,16 @@ def _later(rows, own, w, decay, cap):
     return out
 
 
-def rpg_verl(
-    given,
-    divergence="urkl",
-    estimator="reinforce",
-    clip="dual",
-    kl_coef=1e-4,
-    clip_low=0.2,
-    clip_high=0.28,
-    clip_dual=10.0,
-):
+def rpg_verl(given, divergence="urkl", estimator="reinforce", clip="dual", kl_coef=1e-4, **clips):
     """The losses of the public implementation, with its own KL: of one ratio r = π/π_ref, or of the clipped w."""
-    x, advantages, bounds = given.factor(estimator), given.advantages, (clip_low, clip_high, clip_dual)
+    x, advantages, bounds = given.factor(estimator), given.advantages, bounds_of(**clips)
     if clip in ("none", "reward"):
         value, weight = _verl_penalty(divergence, given.log_r), _verl_weight(divergence, given.log_r_now)
         if estimator == "differentiable":
             loss = -given.w * advantages if clip == "none" else dual_clip(given.w, advantages, *bounds)
             return loss + kl_coef * value
         return clipped(given, given.w_now, advantages, kl_coef * weight, estimator, clip, *bounds)
+    clip_low, clip_high, clip_dual = bounds
     near = np.clip(given.w_now, 1 - clip_low, 1 + clip_high)
     kl = kl_coef * _verl_weight(divergence, np.log(near), limit=np.inf)
     if clip == "truncate":
