@@ -231,8 +231,8 @@ class Background:
 class InProcess:
     """Calls a user's functions in this process. Plain functions run in the caller's thread, one after the other, and
     have no deadline. Async functions run together in a thread with an event loop, so the caller may have a running
-    event loop, as a notebook has. Calls of async functions are cancelled after `deadline_s` seconds. `functions` are by
-    their names in tasks."""
+    event loop, as a notebook has. Calls of async functions are cancelled after `deadline_s` seconds. `functions` has
+    the functions by their names in tasks."""
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], deadline_s: float):
         self._functions, self._deadline_s = functions, deadline_s

@@ -91,8 +91,9 @@ def _value(tokens: list[str], signed: bool = False) -> Fraction:
 
 
 def _operand(left: list[str], rank: int, signed: bool) -> Fraction:
-    """Takes from the end of `left` an atom, and what follows it up to an operator that binds no closer than `rank`. At
-    most one call for each of the `MAX_CHARACTERS` is under way: Python's recursion limit allows that."""
+    """Precedence climbing: takes from the end of `left` an atom, then each operator of a higher rank than `rank` with
+    its operand, and returns the value. At most one call for each of the `MAX_CHARACTERS` is under way: Python's
+    recursion limit allows that."""
     token = left.pop()
     if token == "-" and signed:
         value = -_operand(left, 2, signed)

@@ -89,8 +89,8 @@ def with_method(config: ConfigDict) -> ConfigDict:
 
 def check_training(config: ConfigDict) -> None:
     """Refuses settings that would stop or waste a training run after minutes of computation. Raises ValueError if
-    `model.size` is set without `model.path`, `model.param_dtype` is not "float32", `rollout.partial_tokens` or stale
-    completions or servers do not fit the other fields, or a tracker is unknown."""
+    `model.size` is set without `model.path`, `model.param_dtype` is not "float32", a tracker is unknown, or the other
+    fields do not fit `rollout.partial_tokens`, stale completions or servers."""
     m = config.model
     if m.param_dtype != "float32":
         rate = config.optimizer.learning_rate or losses.get_method(config.method).learning_rate

@@ -105,9 +105,9 @@ class Balance:
     def counts(self) -> dict[str, float]:
         """Returns `answering`, the number of sound servers now, see `Server.is_sound`. For the time since the last call
         of `counts`: the numbers of answered `requests`, `refused` calls, `failures` of servers and `loads` of weights;
-        `longest_idle`, the longest time, in seconds, for which a server that neither rested nor had refused had no call
-        while requests waited that it had not failed; and, if the weights have a probe, `probe_gap`, the largest
-        `Difference.mean` of a server, in nats."""
+        `longest_idle`, the longest time, in seconds, for which a server had no call although requests waited, without
+        servers that rest or wait after a refusal, and without requests that the server has failed; and, if the weights
+        have a probe, `probe_gap`, the largest `Difference.mean` of a server, in nats."""
         taken, self._counts = self._counts, Counter()
         idle, self._longest_idle = self._longest_idle, 0.0
         alive = sum(server.is_sound for server in list(self._servers.values()))

@@ -101,7 +101,7 @@ class Server:
       label: the label of the weights that the server has loaded; "" if unknown.
       heard: when the silence of the server began: at its last call that ended, its last health call, or the begin of
         the first call under way.
-      idle: the last time at which the server had a call or rested, or no request waited that it could have had.
+      idle: the last time that does not count for `longest_idle` of `Balance.counts`.
       refused: the time of the last refusal: the server had no room.
       failed: the time of the last failure.
       failures: the number of failures since the server's last answer to a completion request.
