@@ -73,8 +73,9 @@ def make_served_teacher(experiment: Experiment) -> ServedTeacher:
             "nothing else; choose another method and rollout.temperature=1, or give the teacher's folder"
         )
     how = {"parallel": c.parallel, "patience": c.patience_seconds}
+    balance = Balance(source(url, client.check, "reference.path"), client, TEACHER, **how)
     name = None if config.rollout.driver == "servers" else c.model  # there it is the policy's
-    teacher = ServedTeacher(Balance(source(url, client.check, "reference.path"), client, TEACHER, **how), model=name)
+    teacher = ServedTeacher(balance, model=name, drawn=KINDS[c.kind].drawn)
     first = experiment.task.train[0]
     tokens = np.array(tokenizer.encode(first.prompt or first.messages[-1]["content"]), np.int32)
     with contextlib.ExitStack() as failing:

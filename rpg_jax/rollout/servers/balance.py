@@ -376,13 +376,17 @@ class Balance:
             print(f"warning: {difference}. {probe.warns:g} is usual", file=sys.stderr, flush=True)
 
     def _check_weights(self, call: Call, answer: Any, several: bool = False) -> None:
-        """Raises Unavailable if this project's server names other weights than those of `call`, and ServerError if it
-        names none. `several`: the answer is a completion, which lists all weights that have drawn its tokens."""
-        if not self._kind.counters:
-            return
-        url, expected = call.server.caller.url, f"{call.weights.checksum:016x}"
-        if isinstance(answer, Mapping) and "weights" not in answer:
-            raise ServerError(f"{url} does not say which weights it has ({self._kind.needs})")
-        found = answer["weights"] if isinstance(answer, Mapping) else None
-        if found != ([expected] if several else expected):
+        """Raises Unavailable if a server names other weights than those of `call`, and ServerError if this project's
+        server names none. `several`: the answer is a completion. This project's server lists all weights that have
+        drawn its tokens; SGLang names the label of its last load."""
+        url, said = call.server.caller.url, answer if isinstance(answer, Mapping) else {}
+        if self._kind.counters:
+            if isinstance(answer, Mapping) and "weights" not in answer:
+                raise ServerError(f"{url} does not say which weights it has ({self._kind.needs})")
+            found, checksum = said.get("weights"), f"{call.weights.checksum:016x}"
+            expected: Any = [checksum] if several else checksum
+        else:
+            named, expected = said.get("metadata"), call.weights.label
+            found = named.get("weight_version", expected) if expected and isinstance(named, Mapping) else expected
+        if found != expected:
             raise Unavailable(f"{url} has the weights {found}, and the trainer {expected}", fault=True)

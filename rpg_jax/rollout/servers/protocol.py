@@ -118,18 +118,20 @@ class ScoreRequest:
         before `first` are context.
       model: the name under which the server has the model; None for the server's only model.
       names: whether the texts of all T tokens are wanted, in place of log-probabilities.
+      drawn: the number of tokens, 0 or 1, that the server draws after the text; they are not read.
     """
 
     tokens: np.ndarray
     first: int
     model: str | None = None
     names: bool = False
+    drawn: int = 0
 
     @property
     def body(self) -> dict[str, Any]:
         """The JSON object to post to /v1/completions."""
         named = {} if self.model is None else {"model": self.model}
-        asked = {"max_tokens": 0, "echo": True, "logprobs": 0, "temperature": 1.0, "n": 1}
+        asked = {"max_tokens": self.drawn, "echo": True, "logprobs": self.drawn, "temperature": 1.0, "n": 1}
         return {"prompt": self.tokens.tolist(), **asked, **named}
 
     def read(self, answer: Any) -> Any:
@@ -139,14 +141,14 @@ class ScoreRequest:
         try:
             [choice] = answer["choices"]
             names, found = choice["logprobs"]["tokens"], list(choice["logprobs"]["token_logprobs"])
-            sizes = len(names), len(found)
+            sizes = len(names) - self.drawn, len(found) - self.drawn
         except (KeyError, TypeError, ValueError):
             raise Unusable(f"no log-probs of the prompt: {str(answer)[:100]}") from None
         if sizes != (len(self.tokens),) * 2:
             raise Unusable(f"{sizes[1]} log-probs and {sizes[0]} texts of {len(self.tokens)} tokens")
         if self.names:
-            return [str(name) for name in names]
-        logprobs = _logprobs(found[self.first :])
+            return [str(name) for name in names[: len(self.tokens)]]
+        logprobs = _logprobs(found[self.first : len(self.tokens)])
         if not ((logprobs <= 0) & (logprobs > _IMPOSSIBLE)).all():
             raise Unusable("a log-probability that is positive, not finite or -9999 (vLLM's word for probability 0)")
         return logprobs

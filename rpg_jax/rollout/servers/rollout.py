@@ -146,10 +146,11 @@ class ServedTeacher:
     Args:
       balance: chooses a server for each call.
       model: the name under which servers have the teacher; None for the only model of a server.
+      drawn: the number of tokens that a request draws after a text that it scores, see `Kind.drawn`.
     """
 
-    def __init__(self, balance: Balance, *, model: str | None = None):
-        self._balance, self._model = balance, model
+    def __init__(self, balance: Balance, *, model: str | None = None, drawn: int = 0):
+        self._balance, self._model, self._drawn = balance, model, drawn
         balance.use(Loadable("", "", 0))
         self._background = Background("rpg-teacher")
         self._running = self._background.begin(balance.run())
@@ -158,7 +159,8 @@ class ServedTeacher:
         """For each group, and each of its completions, the log-probabilities f32[n], in nats, of the completion's n
         tokens. Blocks. All processes call this together, with the same groups. Raises ServerError as `Balance.ask`."""
         texts = [(g.prompt, completion.tokens) for g in groups for completion in g.completions]
-        own = self._ask([ScoreRequest(np.concatenate(text), len(text[0]), self._model) for text in hosts.share(texts)])
+        ask = functools.partial(ScoreRequest, model=self._model, drawn=self._drawn)
+        own = self._ask([ask(np.concatenate(text), len(text[0])) for text in hosts.share(texts)])
         parts = hosts.all_gather_bytes(np.concatenate([np.zeros(0, np.float32), *own]).tobytes())
         found: list[np.ndarray] = [np.zeros(0)] * len(texts)
         for process, part in enumerate(parts):
@@ -170,7 +172,7 @@ class ServedTeacher:
     def names(self, tokens: np.ndarray) -> list[str]:
         """The text of each of the tokens i32[n], n ≥ 1, by the servers' tokenizer. Blocks. One process may call it
         alone. Raises ServerError as `Balance.ask`."""
-        [found] = self._ask([ScoreRequest(tokens, 0, self._model, names=True)])
+        [found] = self._ask([ScoreRequest(tokens, 0, self._model, names=True, drawn=self._drawn)])
         return found
 
     def close(self) -> None:

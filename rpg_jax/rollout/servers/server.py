@@ -1,10 +1,10 @@
 """A server as the trainer knows it: its program's way to load weights, how many calls it gets, when it rests.
 
-vLLM's calls were tested with vLLM 0.32.0 on a CPU (`tests/end_to_end/test_vllm.py`). SGLang's calls follow its pages
-on RL of 2026, and SGLang never ran against this code.
+The calls were tested with vLLM 0.32.0 and SGLang 0.5.23 on a CPU (`tests/end_to_end/test_vllm.py`, `test_sglang.py`).
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,6 +31,7 @@ class Kind:
         answers while the engine hangs.
       head: whether a folder of a model with tied embeddings must have the head as a tensor of its own too. vLLM keeps a
         packed copy of the head on a CPU, which a reload replaces only where the folder has the tensor.
+      drawn: the number of tokens that a request for the scores of a text draws after it. SGLang scores no text without.
     """
 
     loads: Callable[[str, str], list[Post]]
@@ -39,6 +40,7 @@ class Kind:
     refuses: str | None = None
     health: str = "/health"
     head: bool = False
+    drawn: int = 0
 
 
 def _vllm(folder: str, label: str) -> list[Post]:
@@ -46,13 +48,8 @@ def _vllm(folder: str, label: str) -> list[Post]:
     return [("/pause?mode=abort", {}), ("/collective_rpc", reload), ("/reset_prefix_cache", {}), ("/resume", {})]
 
 
-def _from_disk(folder: str, label: str) -> list[Post]:
-    return [("/update_weights_from_disk", {"model_path": folder, "weight_version": label})]
-
-
-def _sglang(folder: str, label: str) -> list[Post]:
-    [(path, body)] = _from_disk(folder, label)
-    return [(path, {**body, "abort_all_requests": True, "flush_cache": True})]
+def _from_disk(folder: str, label: str, **options: bool) -> list[Post]:
+    return [("/update_weights_from_disk", {"model_path": folder, "weight_version": label, **options})]
 
 
 KINDS = {
@@ -65,8 +62,9 @@ KINDS = {
         head=True,
     ),
     "sglang": Kind(
-        _sglang,
+        functools.partial(_from_disk, abort_all_requests=True, flush_cache=True),
         "servers.kind=sglang needs SGLang with a model of the trainer's shapes, which sees the folder servers.weights",
+        drawn=1,
     ),
     "rpg_jax": Kind(
         _from_disk,

@@ -158,6 +158,16 @@ def test_a_text_is_scored_from_its_first_completion_token_on():
     assert dataclasses.replace(request, names=True).read(scored()) == ["a", "b", "c", "d"]
 
 
+def test_a_token_that_is_drawn_after_a_scored_text_is_not_read():
+    """SGLang scores no text without drawing a token, and gives no scores with `logprobs` 0."""
+    request = ScoreRequest(np.array([5, 6, 7], np.int32), 2, drawn=1)
+    assert (request.body["max_tokens"], request.body["logprobs"]) == (1, 1)
+    np.testing.assert_array_equal(request.read(scored()), np.array([-1.25], np.float32))
+    assert dataclasses.replace(request, names=True).read(scored()) == ["a", "b", "c"]
+    with pytest.raises(Unusable, match="3 log-probs and 3 texts of 4 tokens"):
+        ScoreRequest(np.array([5, 6, 7, 8], np.int32), 2, drawn=1).read(scored())
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
