@@ -36,11 +36,12 @@ def served(folder, dtype="float32"):
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory, qwen_like):
-    """A server of tied and one of untied weights in float32."""
+    """A server of tied and one of untied weights in float32, and one of tied weights in bfloat16."""
     home = tmp_path_factory.mktemp("sglang")
     weights(home / "tied", 0, qwen_like, head=False)  # as models are published
     weights(home / "untied", 0, qwen_like, tie_embeddings=False)
     made = {"tied": served(home / "tied"), "untied": served(home / "untied")}
+    made["bfloat16"] = served(home / "tied", "bfloat16")
     try:
         yield {name: server.ready() for name, server in made.items()}
     finally:
@@ -71,6 +72,14 @@ def test_a_run_trains_on_completions_whose_gap_is_that_of_float32(servers, qwen_
     overrides = servers["tied"].overrides(tmp_path / "first", "r", tmp_path / "weights")
     run(tmp_path, 1, *overrides, f"--config.rollout.temperature={temperature}", devices=1)
     assert max(gaps(tmp_path / "r")) < 1e-4
+
+
+def test_in_bfloat16_a_run_trains_on_completions_whose_gap_is_that_of_rounding(servers, qwen_like, tmp_path):
+    weights(tmp_path / "first", 0, qwen_like, dtype="bfloat16")
+    settings = ["--config.model.compute_dtype=bfloat16", "--config.loss.sampler_correction=truncate"]
+    overrides = servers["bfloat16"].overrides(tmp_path / "first", "r", tmp_path / "weights")
+    run(tmp_path, 1, *overrides, *settings, devices=1)
+    assert 1e-5 < max(gaps(tmp_path / "r")) < 0.02  # 8 bits of a logit of about 4, and rounding in 2 layers
 
 
 def test_conversations_end_at_the_turns_that_the_environment_gives_and_the_gap_is_that_of_float32(
