@@ -6,7 +6,7 @@ import pytest
 import rpg_jax
 from rpg_jax.runs import reinforcement
 
-ROWS = {"padded": {}, "shared prompts": {"train.packed_length": 30, "train.microbatch_size": 8}}
+SHARED_PROMPTS = {"train.packed_length": 30, "train.microbatch_size": 8}
 
 
 def trained(folder, **overrides):
@@ -19,16 +19,15 @@ def trained(folder, **overrides):
     return rpg_jax.train("tests/end_to_end/micro.py", overrides=config)
 
 
-@pytest.mark.slow  # twelve runs of three steps
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("method", ["RPG-REINFORCE-URKL", "GRPO", "REINFORCE++"])
+@pytest.mark.slow  # four runs of three steps; tests/training/test_second_steps.py has other methods and rows
+@pytest.mark.parametrize(("method", "rows"), [("RPG-REINFORCE-URKL", SHARED_PROMPTS), ("GRPO", {})])
 def test_a_step_of_one_update_needs_no_pass_before_the_update(method, rows, tmp_path, monkeypatch):
     passes = []
     monkeypatch.setattr(
         "rpg_jax.training.loop.Algorithm.logprobs",
         lambda self, params, rows: (passes.append(params), self.programs.logprobs(params, rows))[1],
     )
-    on_policy = trained(tmp_path / "on", method=method, **ROWS[rows])
+    on_policy = trained(tmp_path / "on", method=method, **rows)
     few = len(passes)
     monkeypatch.setattr(reinforcement, "is_on_policy", lambda layout: False)
     before = trained(tmp_path / "before", method=method)
