@@ -96,7 +96,7 @@ CHOICES = {
         "step": {"reference.rule": "every", "reference.every": "1 step"},
         "2 steps": {"reference.rule": "every", "reference.every": "2 steps"},
         "3 updates": {"reference.rule": "every", "reference.every": "3 updates"},
-        "kl": {"reference.rule": "kl", "reference.kl_threshold": 0.01},
+        "kl": {"reference.rule": "kl", "reference.kl_threshold": 0.03},
     },
     "optimizer": {
         "sgd": {"optimizer.name": "sgd", "optimizer.b1": 0.0, "optimizer.learning_rate": 0.05},
