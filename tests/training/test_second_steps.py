@@ -1,5 +1,5 @@
-"""Runs of three steps against `second_steps`: weights, gradients, metrics and columns of every step, over combinations
-of a method with all that surrounds its loss. One identity besides."""
+"""Runs of three steps against `second_steps`: the weights, the optimizer's slots, the metrics and the columns of every
+step, over combinations of a loss with all that surrounds it in a run. And one identity of a step."""
 
 from __future__ import annotations
 
@@ -147,8 +147,8 @@ def is_allowed(combination):
 
 
 def covering(seed=0, tries=60):
-    """Combinations that together have every pair of choices of two dimensions, each time the one of `tries` with the
-    most new pairs. So the first few have much that differs."""
+    """Combinations that together have every pair of choices that a run takes. The next combination is always
+    the one of `tries` draws that has the most new pairs, so the first few combinations have little in common."""
     dice, names = random.Random(seed), list(CHOICES)
 
     def pairs(combination):
@@ -174,7 +174,7 @@ def covering(seed=0, tries=60):
 
 
 def _is_possible(pair):
-    """Whether any combination has both choices. What excludes a pair are its two choices and the kind's own fields."""
+    """Whether a run takes the two choices of `pair`, with the first choice of all other dimensions."""
     plain = {name: next(iter(choices)) for name, choices in CHOICES.items()}
     return is_allowed(plain | {"kind": "GRPO"} | pair)
 
@@ -183,7 +183,7 @@ def _is_possible(pair):
 
 
 def right(completion, answer):
-    """A reward of five values, which a policy with random weights gets in all of them."""
+    """A reward of five values: the completions of a policy with random weights get all of them."""
     return (sum(map(ord, completion)) * 7 % 5) / 2 - 1
 
 
