@@ -32,6 +32,7 @@ _FILES = (
 )
 """The files of a tokenizer in Hugging Face layout; generation_config.json names its stop tokens."""
 _SPACE = "\u2581"  # SentencePiece's own sign for a space
+_RESERVED = f"\0\x1f{_SPACE}\u2585"  # SentencePiece gives these characters no token of their own
 
 
 class Codec(Protocol):
@@ -96,11 +97,10 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Loads a tokenizer from a *.json or *.model file, or from a folder: its tokenizer.json, else its tokenizer.model,
     else its first *.model by name. Raises ValueError without such a file, and if its tokenizer's class refuses it."""
     path = Path(path)
+    readers = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
     for file in (path, path / "tokenizer.json", path / "tokenizer.model", *sorted(path.glob("*.model"))):
-        if file.is_file() and file.name.endswith(".json"):
-            return HuggingFaceTokenizer(file)
-        if file.is_file() and file.name.endswith(".model"):
-            return SentencePieceTokenizer(file)
+        if file.is_file() and file.suffix in readers:
+            return readers[file.suffix](file)
     found = sorted(p.name for p in path.iterdir())[:20] if path.is_dir() else "no such folder or file"
     raise ValueError(f"no tokenizer at {path}: expected tokenizer.json or a SentencePiece *.model, found {found}")
 
@@ -108,12 +108,17 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 def train_sentencepiece(texts: Iterable[str], path: str | os.PathLike[str]) -> SentencePieceTokenizer:
     """Trains a SentencePiece model whose pieces are single characters, writes it to the file `path` and loads it. Ids 0
     to 3 are padding, end of text, beginning of text and unknown; the line break and the characters of `texts` follow.
-    The same texts give the same bytes on every machine. Raises ValueError if `texts` have nothing but line breaks."""
+    The same texts give the same bytes on every machine. Raises ValueError if `texts` have nothing but line breaks, or a
+    character that can have no token."""
     lines = "\n".join(texts).split("\n")
     characters = set("".join(lines))
     needed = len(characters) + 4 + 1  # four special pieces, and the line break, which SentencePiece reserves
-    if not characters:
+    if not (others := characters - {"\r"}):
         raise ValueError("no text to train a tokenizer on")
+    if lost := sorted(others & {*_RESERVED}):
+        raise ValueError(f"no tokenizer of single characters has {lost[0]!r}: leave it out, or set model.tokenizer")
+    if "\r" in characters:
+        lines.append("\r" + min(others))  # SentencePiece does not see it at the end of a line
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         # It leaves out a line of more than 4,192 bytes.

@@ -101,7 +101,8 @@ def _scores(by_set: Mapping[str, list[dict[str, Any]]]) -> str:
     for name, scores in by_set.items():
         best = max(scores, key=lambda score: score["mean_at_k"])
         for label, score in (("Last", scores[-1]), ("Best", best)):
-            shown = [_score(score.get(key)) for key in ("mean_at_k", "standard_error", "pass_at_k", "maj_at_k")]
+            values = map(score.get, ("mean_at_k", "standard_error", "pass_at_k", "maj_at_k"))
+            shown = ["–" if value is None else f"{value:.4f}" for value in values]
             rows.append((prose(name), label, score["step"], score.get("k", "–"), *shown))
     head = ("set", "", "step", "k", "Mean@k", "standard error", "pass@k", "maj@k")
     return f"## Scores\n\n{markdown_table(head, rows)}"
@@ -139,7 +140,3 @@ def _settings(run: Run) -> str:
 def _files(run_dir: Path) -> str:
     present = [(f"[{name}]({name})", note) for name, note in FILES if (run_dir / name).exists()]
     return f"## Files\n\n{markdown_table(('', ''), present)}" if present else ""
-
-
-def _score(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"

@@ -199,7 +199,8 @@ def _code_of_rows(results: Results) -> list[str]:
     codes = _codes(results.all_runs())
     if len(codes) < 2:
         return []
-    facts = [_facts(runs[0].versions) for runs in codes]
+    firsts = [runs[0].versions for runs in codes]
+    facts = [{k: str(v.get(k, "")) for k in ("python", "devices")} | v.get("packages", {}) for v in firsts]
     differing = [name for name in sorted({*itertools.chain(*facts)}) if len({own.get(name) for own in facts}) > 1]
     lines = []
     for runs, known in zip(codes, facts, strict=True):
@@ -238,10 +239,6 @@ def code_name(versions: Mapping[str, Any]) -> str:
     packages = versions.get("packages", {})
     made_with = f", jax {packages['jax']}" if packages.get("jax") else ""
     return f"commit {versions.get('commit', '')[:7] or 'unknown'}{changed}{made_with}"
-
-
-def _facts(versions: Mapping[str, Any]) -> dict[str, str]:
-    return {name: str(versions.get(name, "")) for name in ("python", "devices")} | dict(versions.get("packages", {}))
 
 
 def _seeds(row: str, own: Sequence[Run], runs: Sequence[Run]) -> str:

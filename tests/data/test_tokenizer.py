@@ -33,10 +33,21 @@ def test_sentencepiece_gives_each_character_of_the_task_its_own_piece(tmp_path):
     assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id) == (0, 1, 2)
 
 
-@pytest.mark.parametrize("texts", [["a" * 5000 + "b"], ["ab", "é" * 2100]], ids=["one", "one of two"])
-def test_a_long_line_has_its_characters_in_the_tokenizer(tmp_path, texts):
-    """SentencePiece leaves out lines of more than 4,192 bytes."""
-    assert train_sentencepiece(texts, tmp_path / "tokenizer.model").unknown("".join(texts)) == ""
+@pytest.mark.parametrize(
+    "texts", [["a" * 5000 + "b"], ["ab", "é" * 2100], ["a\r\nb\r\n"]], ids=["one", "one of two", "Windows"]
+)
+def test_a_line_has_its_characters_in_the_tokenizer(tmp_path, texts):
+    """SentencePiece leaves out lines of more than 4,192 bytes, and a carriage return at the end of a line."""
+    tokenizer = train_sentencepiece(texts, tmp_path / "tokenizer.model")
+    assert [tokenizer.decode(tokenizer.encode(text)) for text in texts] == texts
+
+
+@pytest.mark.parametrize(
+    ("text", "named"), [("a\0b", r"'\\x00'"), ("a▁b", "'▁'"), ("▅", "'▅'"), ("\n", "no text"), ("\r", "no text")]
+)
+def test_a_text_that_no_tokenizer_of_characters_has_is_refused(tmp_path, text, named):
+    with pytest.raises(ValueError, match=named):
+        train_sentencepiece([text], tmp_path / "tokenizer.model")
 
 
 def test_sentencepiece_training_is_deterministic_and_reloads(tmp_path):
