@@ -535,6 +535,48 @@ RETIRED = (
 """Fields and values of earlier versions."""
 
 
+_OF_A_KIND = {
+    "task.links": {"task.name": "chains"},
+    "task.digits task.reverse": {"task.name": "arithmetic"},
+    "task.operations": {"task.name": "arithmetic|chains"},
+    "task.held_out": {"task.name": "arithmetic|chains|:"},
+    "task.train": {"task.name": "files"},
+    "task.template task.bad_rows": {"task.name": "files", "warm_start.train": "."},
+    "rewards.format": {"rewards.parts": "format"},
+    "rewards.overlong_buffer": {"rewards.overlong_shaping": "."},
+    "judge": {"rewards.parts": "judge", "rewards.accuracy": "judge"},
+    "environment": {"environment.name": "."},
+    "servers": {"rollout.driver": "servers", "reference.path": "://"},
+    "dynamic_sampling.oversample dynamic_sampling.max_batches dynamic_sampling.surplus": {
+        "dynamic_sampling.enabled": "."
+    },
+    "critic": {"loss.advantage": "gae"},
+    "reference.every": {"reference.rule": "every"},
+    "reference.resident": {"reference.rule": "fixed|every|kl"},
+    "optimizer.decay_until optimizer.final_rate": {"optimizer.schedule": "linear|cosine"},
+    "optimizer.b1": {"optimizer.name": "adam|lion|sgd"},
+    "optimizer.b2": {"optimizer.name": "adam|lion|rmsprop"},
+    "optimizer.eps": {"optimizer.name": "adam|rmsprop"},
+    "optimizer.decayed": {"optimizer.weight_decay": "."},
+    "warm_start.train warm_start.epochs warm_start.max_tokens warm_start.batch_size": {"warm_start.enabled": "."},
+    "warm_start.learning_rate warm_start.schedule warm_start.check_every": {"warm_start.enabled": "."},
+    "warm_start.min_accuracy warm_start.max_accuracy": {"warm_start.enabled": "."},
+    "model.lora.alpha model.lora.targets model.lora.int8 model.lora.merged": {"model.lora.rank": "."},
+    "model.rope_theta model.tie_embeddings": {"model.path": ""},
+    "model.num_layers model.embed_dim model.hidden_dim": {"model.path": ""},
+    "model.num_heads model.num_kv_heads model.head_dim": {"model.path": ""},
+    "log.project": {"log.tracker": "wandb|mlflow|trackio"},
+}
+READ_WITH = {
+    field: needed
+    for names, needed in _OF_A_KIND.items()
+    for field, _ in FIELDS.fields()
+    if field in names.split() or field.partition(".")[0] in names.split()
+}
+"""Fields that some runs do not read, although configs may set them for all: {field: {other field: words}}. A run reads
+the field if the text of one of the other fields has one of the words: "." is any text, "" is a field that is unset."""
+
+
 def get_config() -> ConfigDict:
     """A config with every field at its default."""
     return FIELDS.make_config()

@@ -269,7 +269,9 @@ def _outer(g_logits, h, accumulate):
 
 
 def _normalizer(logits, cut):
-    peak = _pmax(logits.max(-1), cut)
+    peak = logits.max(-1)
+    if cut is not None:
+        peak = lax.pmax(peak, (*cut.vocab, *cut.width))
     return peak + jnp.log(_psum(jnp.exp(logits - peak[..., None]).sum(-1), cut))
 
 
@@ -369,10 +371,6 @@ def _reduce_scatter(x, cut):
 
 def _psum(x, cut):
     return x if cut is None else lax.psum(x, (*cut.vocab, *cut.width))
-
-
-def _pmax(x, cut):
-    return x if cut is None else lax.pmax(x, (*cut.vocab, *cut.width))
 
 
 def _split(x, chunks, axis):

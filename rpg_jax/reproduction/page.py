@@ -40,7 +40,8 @@ def write_page(results: Results, folder: Path) -> Path:
     parts += ["## While training", *training_table(table, rows)]
     parts += ["## At equal updates, completions and seconds", *equal] if equal else []
     folder.mkdir(parents=True, exist_ok=True)
-    shown = {row: list(rows[row].values()) for row in _rows_to_show(table, rows)}
+    chosen = [row for row in table.shown if row in rows] if len(rows) > SHOWN else []
+    shown = {row: list(rows[row].values()) for row in (chosen or list(rows))[:SHOWN]}
     compared = {row: table.compared_with(row) for row in rows}
     parts += _figure("Last by row", folder / f"{name}.png", plots.draw_scores(last, compared))
     parts += ["A large dot is the mean over seeds, its line the 95 % interval. Others are compared with the red rows."]
@@ -74,12 +75,6 @@ def _figure(caption: str, file: Path, image: bytes | None) -> list[str]:
         return []
     write_atomically(file, image)
     return [f"![{caption}]({file.name})"]
-
-
-def _rows_to_show(table: Table, rows: Rows) -> list[str]:
-    """All rows; of more than `SHOWN` rows, those in `table.shown`, or the first without any, and at most `SHOWN`."""
-    chosen = [row for row in table.shown if row in rows] if len(rows) > SHOWN else []
-    return (chosen or list(rows))[:SHOWN]
 
 
 def _explanation(table: Table, results: Results, scores: Columns, *, unequal: bool) -> str:

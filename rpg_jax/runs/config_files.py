@@ -11,7 +11,7 @@ import json
 import re
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,6 +118,17 @@ def all_retired() -> Sequence[Retired]:
     """A row for every field and every value of earlier versions that is retired: `RETIRED` of configs/base.py."""
     declared()
     return sys.modules["configs.base"].RETIRED
+
+
+def unread(config: ConfigDict, names: Iterable[str]) -> Iterator[str]:
+    """A line on each field of `names` that a run of `config` does not read, as `READ_WITH` of configs/base.py declares.
+    A field that is None counts as read. Call `resolve.with_method` before."""
+    declared()
+    for name in names:
+        needed = {} if config[name] is None else sys.modules["configs.base"].READ_WITH.get(name, {})
+        if needed and not any(re.search(words or "^$", str(config[one] or "")) for one, words in needed.items()):
+            readers = " or ".join(f"{other}={words or None}".replace("=.", "=…") for other, words in needed.items())
+            yield f"{name}={config[name]} has no effect here: only a run with {readers} reads it"
 
 
 def nearest(name: str) -> str:

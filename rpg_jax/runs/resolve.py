@@ -1,9 +1,7 @@
 """Resolves a config: takes unset fields from the method's row, and checks all fields before anything is computed."""
 
 import contextlib
-import functools
 import json
-import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -178,18 +176,14 @@ def _check_parts(config: ConfigDict) -> None:
         "dynamic_sampling.surplus": ("drop", "groups wait for their step already"),
     }
     for field, (value, reason) in excluded.items():
-        if (found := _value(config, field)) != value:
+        if (found := config[field]) != value:
             raise ValueError(f"{name} does not go with {field}={found} ({reason}): leave one of them out")
-
-
-def _value(config: ConfigDict, name: str) -> Any:
-    return functools.reduce(operator.getitem, name.split("."), config)
 
 
 def _check_fields(config: ConfigDict) -> None:
     """Raises ValueError if a field is retired, or does not fit its declaration, or a mesh axis has 0 devices."""
     for name, field in config_files.fields().items():
-        value = _value(config, name)
+        value = config[name]
         if was := config_files.retired(name, value):
             raise ValueError(was.line)
         field.check(name, value)
@@ -199,7 +193,7 @@ def _check_fields(config: ConfigDict) -> None:
 
 def _check_counts(config: ConfigDict) -> None:
     for name in ("optimizer.warmup", "optimizer.decay_until", "reference.every"):
-        if (count := _value(config, name)) is not None:
+        if (count := config[name]) is not None:
             Count.parse(count, name)
     logs.chosen_steps(config.profile.steps)
     if (path := config.model.lora.path) and not config.model.lora.rank:
@@ -230,11 +224,11 @@ def _check_level(config: ConfigDict) -> None:
     if level in (None, "token"):
         return
     needed = {**_OF_COMPLETIONS, **({"loss.clip": ("none",)} if config.loss.weight == "product" else {})}
-    wrong = {name: able[0] for name, able in needed.items() if _value(config, name) not in able}
+    wrong = {name: able[0] for name, able in needed.items() if config[name] not in able}
     if wrong:
         raise ValueError(
             f"loss.level={level} does not have the gradient of completions with "
-            f"{', '.join(f'{name}={_value(config, name)}' for name in wrong)}: beta or the completions' weights would "
+            f"{', '.join(f'{name}={config[name]}' for name in wrong)}: beta or the completions' weights would "
             f"be others. Add {' '.join(f'--config.{name}={value}' for name, value in wrong.items())}"
         )
 

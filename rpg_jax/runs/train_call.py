@@ -47,7 +47,6 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
     }
 )
 """Fields that are the same for every model. A method that is asked for by name brings its own shaping and sampling."""
-_OF_METHODS = ("rewards.overlong_shaping", "dynamic_sampling.enabled")
 _SMALL: Mapping[str, Any] = {"rollout.prompts_per_step": 8, "rollout.max_tokens": 64, "train.steps": 40}
 _LARGE: Mapping[str, Any] = {"rollout.prompts_per_step": 64, "rollout.max_tokens": 512, "train.steps": 100}
 _ROW = 2048  # tokens of a row that completions share, unless one completion needs more
@@ -200,6 +199,8 @@ def prepared(
         if hosts.is_first():
             print("chosen for this run, each with the field that changes it:", *found.lines, sep="\n", flush=True)
         chosen = config_files.changed(chosen, found.fields)
+    for line in config_files.unread(with_method(chosen), overrides):
+        print(line, flush=True)
     return run_folder.named(chosen, file, named), handed.functions
 
 
@@ -308,7 +309,7 @@ class Fitted(NamedTuple):
 def neutral(asked: Collection[str]) -> dict[str, Any]:
     """The fields of `NEUTRAL` that are not among the names `asked`. If "method" is among them,
     `rewards.overlong_shaping` and `dynamic_sampling.enabled` are left out too: the method sets them."""
-    kept = _OF_METHODS if "method" in asked else ()
+    kept = ("rewards.overlong_shaping", "dynamic_sampling.enabled") if "method" in asked else ()
     return {name: value for name, value in NEUTRAL.items() if name not in asked and name not in kept}
 
 

@@ -1,15 +1,16 @@
 """Config files are found by name; every field has a type, every number a range, and a value outside it is refused."""
 
 import math
+import re
 import typing
 
 import pytest
 
-from configs import tiny
+from configs import base, tiny
 from rpg_jax import losses
 from rpg_jax.losses.declaration import Range
 from rpg_jax.runs import config_files
-from rpg_jax.runs.resolve import resolve
+from rpg_jax.runs.resolve import resolve, with_method
 
 
 @pytest.mark.parametrize("name", ["configs/small.py", "small.py", "small"])
@@ -128,3 +129,38 @@ def test_a_file_without_a_config_is_refused_although_another_one_was_read_before
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1="}\n', encoding="utf-8")  # an expression of Python too
     with pytest.raises(ValueError, match="rows.jsonl is no config file: it has no attribute 'get_config'"):
         config_files.load(str(tmp_path / "rows.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["task.links=2-3"], "task.links=2-3 has no effect here: only a run with task.name=chains reads it"),
+        (
+            ["reference.every=3 updates", "reference.rule=behaviour"],
+            "reference.every=3 updates .* reference.rule=every",
+        ),
+        (["method=PPO", "judge.scale=5"], r"judge.scale=5.0 .*rewards.parts=judge or rewards.accuracy=judge reads it"),
+        (
+            ["optimizer.name=sgd", "optimizer.b2=0.9"],
+            r"optimizer.b2=0.9 .* optimizer.name=adam\|lion\|rmsprop reads it",
+        ),
+        (["model.path=folder", "model.rope_theta=1e4"], "model.rope_theta=10000.0 .* model.path=None reads it"),
+        (["environment.max_turns=3"], "environment.max_turns=3 .* environment.name=… reads it"),
+        (["method=PPO", "critic.gamma=0.5", "loss.advantage=gae"], None),
+        (["task.name=chains", "task.links=2-3", "reference.rule=every", "reference.every=3 updates"], None),
+        (["model.rope_theta=1e4", "warm_start.seed=3", "rewards.parts=exact:1,judge:0.5", "judge.scale=5"], None),
+    ],
+)
+def test_a_field_that_the_run_does_not_read_is_named(overrides, named):
+    loaded = config_files.load("tiny", [f"--config.{override}" for override in overrides])
+    lines = list(config_files.unread(with_method(loaded.config), loaded.overrides))
+    assert (len(lines) == 1 and re.match(named, lines[0])) if named else not lines
+
+
+def test_what_reads_a_field_is_a_value_of_another_field():
+    known = config_files.fields()
+    for field, needed in base.READ_WITH.items():
+        for other, words in needed.items():
+            assert {field, other} <= known.keys()
+            names = [*known[other].names] if other != "rewards.parts" else []
+            assert not names or all(any(word in name for name in names) for word in words.split("|"))

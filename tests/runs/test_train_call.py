@@ -187,3 +187,9 @@ def test_limits_are_those_of_the_tokenizer_that_the_run_will_have(tmp_path):
     overrides = {"run.dir": str(tmp_path), "model.tokenizer": MODEL}
     config = prepared(None, overrides, model=str(model), **NOTHING)[0]
     assert config.task.max_prompt_tokens == config_of(tmp_path).task.max_prompt_tokens
+
+
+def test_a_field_that_was_set_and_is_not_read_has_a_line(tmp_path, capsys):
+    nothing = dict.fromkeys(("model", "data", "held_out", "reward"))
+    train_call.prepared("tiny", {"task.links": "2-3", "run.dir": str(tmp_path)}, **nothing)
+    assert capsys.readouterr().out == "task.links=2-3 has no effect here: only a run with task.name=chains reads it\n"
