@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, Self
 
 from rpg_jax.rewards.callables import NOTHING, Handed, load
-from rpg_jax.rewards.verdicts import BadScore, checked_score
+from rpg_jax.rewards.verdicts import BadScore, checked_score, failure
 
 Message = Mapping[str, Any]
 """One message of a chat: {"role": …, "content": …}, both text.
@@ -224,7 +224,7 @@ async def call(environment: Environment, name: str, problem: dict[str, str], *ot
             result.set_result(method(*arguments))
         except BaseException as error:  # asyncio takes no StopIteration, and an exit would end the loop
             fits = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            result.set_exception(error if fits else RuntimeError(f"{type(error).__name__}: {error}"))
+            result.set_exception(error if fits else RuntimeError(failure(error).detail))
 
     result.set_running_or_notify_cancel()  # so that the thread may set it after a deadline
     # Not a thread of an executor: the interpreter would wait at its end for one that hangs.

@@ -77,6 +77,7 @@ LIES = {
     "code: 1 // 0": "error",
     "code: next(iter([]))": "error",
     "code: exit()": "error",
+    "code: exit(type('Unreadable', (), {'__str__': None})())": "error",
     "code: Turn('x', float('nan'))": "value",
     "code: Turn('x', 1e9)": "value",
     "code: Turn('x', '1')": "value",
