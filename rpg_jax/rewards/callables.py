@@ -256,7 +256,7 @@ class InProcess:
 def _called(function: Callable[..., Any], task: Task) -> Verdict:
     try:
         return checked(task.returns, function(*task.arguments, **task.options))
-    except (Exception, SystemExit) as error:  # a reference answer that the verifier cannot read, or exit()
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # an answer that the verifier cannot read, exit()
         return failure(error)
 
 

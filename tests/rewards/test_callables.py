@@ -143,7 +143,7 @@ def test_an_exit_in_a_reward_costs_its_own_verdict_and_nobody_waits_for_ever(err
     def plain(completion, answer, prompt):
         return asyncio.run(judge(completion, answer, prompt))
 
-    for reward in (judge, plain)[: 2 if error is SystemExit else 1]:  # Ctrl-C stops what runs in the caller's thread
+    for reward in (judge, plain)[: 1 if error is KeyboardInterrupt else 2]:  # it stops what runs in the caller's thread
         scores = scored(reward, ["4", "exit", "5"], deadline_s=5.0)
         assert scores.rewards.tolist() == [1, 0, 0] and scores.errors == {"error": 1}
 
