@@ -39,12 +39,14 @@ class Config:
 
 
 def configs_of(runs: Sequence[Run]) -> list[Config]:
-    """Groups runs by config, in the order of the first run of each. Runs without config.json are grouped by name. Of
-    several runs of one seed the last counts: a repeated run is no second seed. stderr names the runs left out."""
+    """Groups runs by config, branches by their first weights too, in the order of the first run of each. Runs without
+    config.json are grouped by name. Of several runs of one seed the last counts: a repeated run is no second seed.
+    stderr names the runs left out."""
     by_fields: dict[str, dict[Any, Run]] = {}
     for run in runs:
         counted = {k: v for k, v in run.config.items() if not _is_aside(k)}
-        seeds = by_fields.setdefault(json.dumps(counted or run.name, sort_keys=True), {})
+        key = json.dumps([counted or run.name, run.parent and run.start], sort_keys=True)
+        seeds = by_fields.setdefault(key, {})
         seed = run.folder if run.seed is None else run.seed
         if seed in seeds:
             print(f"left out: {seeds[seed].name}: {run.name} has the same config and seed", file=sys.stderr)
@@ -91,7 +93,8 @@ def _label(run: Run, all_runs: Sequence[Run], most: int | None = None) -> str:
     names = sorted({k for r in rivals for k in r if not _is_aside(k)})
     fields = [k for k in names if any(r.get(k) != run.config.get(k) for r in rivals)]
     parts = [f"{k.rpartition('.')[2]} {_text(run.config.get(k))}" for k in fields[:most]]
-    return ", ".join([str(run.method), *parts, *(["…"] if len(parts) < len(fields) else [])])
+    start = [f"first weights {run.start}"] if run.parent and most is None else []  # of equal texts in `start_from`
+    return ", ".join([str(run.method), *parts, *(["…"] if len(parts) < len(fields) else start)])
 
 
 def _text(value: Any) -> str:
@@ -214,10 +217,7 @@ def rows_within(configs: Sequence[Config], budget: Budget) -> list[Row]:
     return rows
 
 
-_Scored = Sequence[tuple[Run, Scores]]
-
-
-def _unlike(scored: _Scored, name: str) -> str:
+def _unlike(scored: Sequence[tuple[Run, Scores]], name: str) -> str:
     """Why the scores of the set `name` cannot be compared between these runs; "" if they can. Then their evaluations
     have the same problems, as many completions of each, and the same temperature, and each run's last evaluation comes
     after its first step: an earlier evaluation is of a policy that the run has not trained."""

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from rpg_jax.report import page, tables
-from rpg_jax.report.run_files import Run
+from rpg_jax.report.run_files import START, Run
 from rpg_jax.report.tables import markdown_table
 
 
@@ -123,6 +123,17 @@ def test_a_branch_is_another_config_than_its_parent_and_is_named_with_it(leave):
     configs = tables.configs_of([parent, branch])
     said = page.notes(configs, tables.rows_within(configs, tables.budgets(configs)[0]))
     assert "b-0 was begun from runs/a@2: its steps go on from there, so" in said and "a-0 was begun" not in said
+
+
+def test_branches_of_equal_text_from_other_weights_are_no_seeds_of_one_config(leave):
+    """Both say runs/a@2, each of its own folder."""
+    runs = [
+        leave("b", seed, inputs={"begun from": f"/{folder}/runs/a@2", START: start}, run={"start_from": "runs/a@2"})
+        for seed, (folder, start) in enumerate([("x", "1f"), ("y", "2f"), ("z", "1f")])
+    ]
+    configs = tables.configs_of(runs)
+    assert [[run.seed for run in config.runs] for config in configs] == [[0, 2], [1]]
+    assert [config.label.partition(", ")[2] for config in configs] == ["first weights 1f", "first weights 2f"]
 
 
 def test_runs_that_differ_in_their_servers_and_places_are_runs_of_one_config(leave):
