@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 import math
+import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -57,29 +58,32 @@ def failure(error: BaseException) -> Verdict:
 
 
 class FirstFailures:
-    """Notices that a reward or an environment fails on everything. Several threads may use it. For the message of the
-    error, `what` names the reward or environment, and `unit` what one verdict judges: "completion" or "turn"."""
+    """Notices that a reward or an environment fails: on everything, or on some. Several threads may use it. In the
+    messages `what` names the reward or environment, and `unit` what one verdict judges: "completion" or "turn"."""
 
     def __init__(self, what: str, unit: str):
         self._what, self._unit = what, unit
         self._failed: set[Hashable] | None = set()
+        self._noted = False
 
     def look(self, problems: Iterable[Hashable], verdicts: Sequence[Verdict]) -> None:
-        """Notes verdicts, and the keys of the problems that they belong to. Does nothing after the first success, a
-        verdict without an error. Raises ValueError if at least 16 distinct problems were seen without a success."""
-        failed = self._failed
-        if failed is None:
-            return
-        if any(verdict.error is None for verdict in verdicts):
+        """Notes verdicts, and the keys of the problems that they belong to. A success is a verdict without an error.
+        Raises ValueError if at least 16 distinct problems were seen without a success. Once there is a success, prints
+        the next failure on stderr, and no further failure."""
+        failures = [verdict for verdict in verdicts if verdict.error is not None]
+        if len(failures) < len(verdicts):
             self._failed = None
+        if not failures or self._noted:
+            return
+        said, failed = f"{failures[0].error} ({failures[0].detail})".removesuffix(" ()"), self._failed
+        if failed is None:
+            self._noted = True
+            print(f"note: {self._what} has failed on a {self._unit}: {said}; others are only counted", file=sys.stderr)
             return
         failed.update(problems)
         if len(failed) >= _FIRST_PROBLEMS:
-            first = verdicts[0]
-            raise ValueError(
-                f"{self._what} has failed on every {self._unit} of its first {len(failed)} problems: "
-                f"{first.error}{f' ({first.detail})' if first.detail else ''}"
-            )
+            every = f"every {self._unit} of its first {len(failed)} problems"
+            raise ValueError(f"{self._what} has failed on {every}: {said}")
 
 
 REWARD = ("completion", "answer", "prompt")

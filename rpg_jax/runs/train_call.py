@@ -226,13 +226,10 @@ def _handed_over(overrides: Mapping[str, Any], *, reward: Any, **others: Any) ->
         _refuse(overrides, "reward", "rewards.parts")
         fields["rewards.parts"] = ",".join(f"{part}:{weight!r}" for part, weight in weights.items())
         named["reward"] = "+".join(part.rpartition(":")[2] for part in weights)
-    for argument, field in (
-        ("environment", "environment.name"),
-        ("loss", "loss.name"),
-        ("advantage", "loss.advantage"),
-    ):
-        if (handed := others.get(argument)) is None:
+    for argument, handed in others.items():
+        if handed is None:
             continue
+        field = "loss.advantage" if argument == "advantage" else f"{argument}.name"
         _refuse(overrides, argument, field)
         name = fields[field] = handed if isinstance(handed, str) else callables.name_of(handed, argument)
         named[argument] = name.rpartition(":")[2]

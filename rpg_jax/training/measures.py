@@ -154,15 +154,12 @@ def conversation_metrics(played: Sequence[Turns], judged: Sequence[Turns]) -> di
     if not played:
         return {}
     errors = collections.Counter(turns.error for turns in played if turns.error is not None)
-    means = {
-        "turns": lambda: np.mean([len(turns.rewards) for turns in judged]),
-        "observed_length": lambda: np.mean([turns.observed.sum() for turns in judged]),
-    }
-    return {
-        **({name: float(mean()) for name, mean in means.items()} if judged else {}),
-        "environment_failed": errors.total() / len(played),
-        **{f"environment_errors/{kind}": count for kind, count in sorted(errors.items())},
-    }
+    values: dict[str, float] = {"environment_failed": errors.total() / len(played)}
+    values |= {f"environment_errors/{kind}": count for kind, count in sorted(errors.items())}
+    if judged:
+        values["turns"] = float(np.mean([len(turns.rewards) for turns in judged]))
+        values["observed_length"] = float(np.mean([turns.observed.sum() for turns in judged]))
+    return values
 
 
 SAMPLER_GAPS: Mapping[str, tuple[float, float]] = {"float32": (1e-4, 1e-4), "bfloat16": (0.04, 0.08)}

@@ -124,7 +124,7 @@ def test_a_function_that_cannot_be_called_as_rewards_are_is_refused_before_it_is
         Scorer("other_rewards:score", workers=1)
 
 
-def test_a_verifier_that_fails_on_everything_at_first_stops_the_run_with_its_reason():
+def test_a_verifier_that_fails_on_everything_at_first_stops_the_run_with_its_reason_and_a_later_failure_is_told(capsys):
     scorer = Scorer("gsm8k")
     for n in range(15):
         assert score(scorer, [(f"none {n}", "#### 1")] * 8).errors == {"error": 8}
@@ -134,4 +134,9 @@ def test_a_verifier_that_fails_on_everything_at_first_stops_the_run_with_its_rea
         score(scorer, [("none 15", "#### 1")])
     scorer = Scorer("gsm8k")
     score(scorer, [("1", "#### 1")])
-    assert score(scorer, [(f"none {n}", "#### 1") for n in range(99)]).errors == {"error": 99}
+    assert not capsys.readouterr().err
+    for count in (99, 1):
+        assert score(scorer, [(f"none {n}", "#### 1") for n in range(count)]).errors == {"error": count}
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("note: the reward 'gsm8k' has failed on a completion: error (ValueError: ")
+    assert "'none 0'" in line
