@@ -51,6 +51,14 @@ def test_a_first_step_from_which_nothing_can_be_learned_is_said_with_what_helps(
     assert not [*Guard(1.0, needs_rewards=False).warnings(1, {"equal_rewards": 1.0, "reward": 0.0})]
 
 
+def test_each_step_that_skips_an_update_is_told_with_what_helps():
+    guard = Guard(1.0)
+    for step in (1, 2):
+        [line] = guard.warnings(step, {"nonfinite_updates": 0.5})
+        assert line.startswith(f"warning: step {step}: an update with a non-finite loss") and guard.remedy in line
+    assert not [*guard.warnings(3, {"nonfinite_updates": 0.0})]
+
+
 def test_skipped_updates_count_across_steps_until_one_is_applied():
     guard, values = Guard(1.0, max_nonfinite_updates=3), {"sampler_gap": 0.0}
     assert guard.fault(1, values, [SKIPPED, SKIPPED]) is None
