@@ -208,7 +208,7 @@ class Guard:
             ended = f"completions were cut off at rollout.max_tokens={self.limit}, so unfinished texts are rewarded. "
             ended += f"Set rollout.max_tokens={4 * self.limit}, ask for short answers in the prompt"
             if "turns" in values:
-                ended = "conversations met the limit that finish_reason names (turns: environment.max_turns). Raise it"
+                ended = "conversations met environment.max_turns (finish_reason turns) or a limit of tokens. Raise it"
             yield f"warning: step 1: {share:.0%} of the {ended}, or leave such out by rewards.overlong_masking=True"
         if self.needs_rewards and step == 1 and values.get("equal_rewards", 0.0) == 1:
             yield (
