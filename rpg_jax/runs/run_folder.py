@@ -194,8 +194,8 @@ def open_run(config: ConfigDict, folder: storage.Folder) -> None:
         print(f"the run of this name {'' if config.run.overwrite else 'took no step; it '}is now {folder.set_aside()}")
     elif others:
         raise ValueError(
-            f"{folder.home} holds a run with another config: {others}. Give this one another --config.run.name, or "
-            "start over with --config.run.overwrite=True"
+            f"{folder.home} holds a run with another config: {others}. Give this one another --config.run.name (with "
+            "--config.run.start_from it goes on where that run stands), or start over with --config.run.overwrite=True"
         )
     folder.files.mkdir(parents=True, exist_ok=True)
     made, changed = versions_with_history(folder.files / "versions.json", made_with())
