@@ -37,7 +37,7 @@ def load(path: str, kind: str) -> Callable[..., Any]:
     try:
         found = getattr(importlib.import_module(module), name, None)
     except ImportError as error:
-        where = "run where its folder is, or name the folder in PYTHONPATH"
+        where = "drop the .py" if module.endswith(".py") else "run where its folder is, or put the folder in PYTHONPATH"
         raise ValueError(f"cannot import {module!r} for the {kind} {path!r}: {error}; {where}") from error
     if not callable(found):
         raise ValueError(f"module {module!r} has no function or class {name!r} for the {kind} {path!r}")

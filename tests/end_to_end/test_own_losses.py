@@ -87,6 +87,10 @@ def test_another_loss_of_ours_takes_from_the_row_what_both_declare():
         ({"loss.clip": "dual"}, "unknown hyperparameter of loss '.*tempered': 'clip'"),
         ({"loss.name": "examples.own_loss:missing"}, "has no function or class 'missing' for the loss"),
         ({"loss.name": "no_such_module:f"}, "cannot import 'no_such_module' for the loss"),
+        (
+            {"loss.name": "examples/own_loss.py:tempered"},
+            "for the loss 'examples/own_loss.py:tempered': .*; drop the .py",
+        ),
         ({"loss.name": "examples.own_loss:"}, "not of the form module:name"),
         ({"loss.name": "math:sin"}, "the loss 'math:sin' must be a function, made with def"),
         ({"loss.advantage": "math:sin"}, "the advantage 'math:sin' must be a function, made with def"),
