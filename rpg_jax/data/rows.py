@@ -220,7 +220,7 @@ def _problem(prompt_id: int, prompt, answer, source, samples, system, question, 
     if not (question.strip() and prompt.strip()):
         raise BadRow("empty prompt")
     if not answer.strip() and not demonstrations:
-        raise BadRow("empty answer")
+        raise BadRow("empty answer: any text will do if the reward reads none")
     texts = {"prompt": prompt, "question": question, "answer": answer, "source": source, "system turn": system}
     for name, text in {**texts, "demonstration": "".join(demonstrations)}.items():
         try:

@@ -113,8 +113,8 @@ def train(
         all fields. None: the fields fit the model, which `model` names.
       model: the weights to begin with: a folder, OWNER/NAME on the hub, FILE.gguf. None: the config's `model.path`.
       data: problems to train on, a list, an iterator, a Hugging Face data set, or the path of a JSONL or parquet file:
-        dicts with "question" and, unless the reward does without, "answer" (docs/extending.md has more keys). They are
-        kept in `run.dir`/rows. None: the config's task.
+        dicts with "question" and "answer", which is any text if the reward reads none (docs/own_data.md has more keys).
+        They are kept in `run.dir`/rows. None: the config's task.
       held_out: problems to evaluate on, or several sets of them by name; needs `data`. None: a tenth of `data`, and at
         most `evaluation.problems` rows. Training then leaves these rows out.
       reward: a function, "FILE.py:function", a part of `rewards.parts`, or weights by function or part. The reward is

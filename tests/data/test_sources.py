@@ -100,7 +100,7 @@ BAD = {
     '"text"': "expected an object, got str",
     '{"question": "x"}': "none of ['answer'",
     '{"question": "  ", "answer": "1"}': "empty prompt",
-    '{"question": "x", "answer": ""}': "empty answer",
+    '{"question": "x", "answer": ""}': "empty answer: any text will do if",
     '{"question": "x", "answer": ["1"]}': "'answer' must be text, got list",
     '{"question": "x", "answer": true}': "'answer' must be text, got bool",
     json.dumps(official(prompt=[])): "got roles []",
