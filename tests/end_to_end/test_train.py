@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -46,6 +47,10 @@ def metrics(folder, times=False):
     return lines if times else [{k: v for k, v in r.items() if not k.startswith(own)} for r in lines]
 
 
+_PAGE = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+[_SECTION] = re.findall("^## The metrics of a step\n(.*?)^## ", _PAGE, re.MULTILINE | re.DOTALL)
+EXPLAINED = {re.sub("/.*", "/", key) for key in re.findall("`([^` ]+)`", _SECTION)}
+
 _FIRST = {m.loss: name for name, m in reversed(losses.METHODS.items())}
 ONE_A_LOSS = [*_FIRST.values(), "RPG-REINFORCE-URKL"]
 OTHERS = [name for name in losses.METHODS if name not in ONE_A_LOSS]
@@ -67,6 +72,8 @@ def test_every_method_trains_and_leaves_a_complete_run_folder(warm, tmp_path, me
         assert config["loss"]["name"] == method.loss and config["reference"]["rule"] == method.reference
         records = metrics(folder)
         assert [r["step"] for r in records] == [0, 1, 2]
+        written = {re.sub("/.*", "/", key) for r in metrics(folder, times=True) for key in r}
+        assert not written - EXPLAINED, f"{name}: docs/running.md does not explain these metrics"
         assert all(r["updates"] == 2 * r["step"] and r["skipped_updates"] == 0 for r in records[1:])
         assert all(r["sampler_gap"] <= 1e-4 for r in records[1:]), name
         assert all(math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0 for r in records[1:]), name
