@@ -25,7 +25,8 @@ _CONFIGURATION = """# Configuration
 
 Set a field with `--config.NAME=VALUE` on any command that takes `--config`. An experiment's file in `configs/` states
 only its differences from these defaults. *method*: the row of [methods.md](methods.md) that `config.method` names sets
-the field. *unset*: the field is off, or derived as its text says; the type of its values is in brackets.
+the field. *unset*: the field is off, or derived as its text says; the type of its values is in brackets. No flag takes
+back what a file has set: a file of your own does, `c.rewards.right_above = None`, or Python, by `overrides` with None.
 """
 _TABLE = re.compile(r"(?s)(<!-- table: ([a-z ]+) -->\n\n).*?(\n\n<!-- end of table -->)")
 
