@@ -1,7 +1,7 @@
 """Reproduces the paper's comparisons, and ours, at a scale that a laptop can check; sweeps over any config field.
 
   python -m rpg_jax.reproduce --table=small --methods=DAPO,RPG-REINFORCE-URKL --seeds=3
-  python -m rpg_jax.reproduce --table=small -- --config.train.steps=200     (what follows -- goes to every run)
+  python -m rpg_jax.reproduce --table=small -- --config.train.steps=200     (fields after -- go to every run)
   python -m rpg_jax.reproduce --table=small --from-data     (the page from the numbers that come with the code)
   python -m rpg_jax.reproduce --table=reasoning --with-data --methods=RLOO     (one more row beside those numbers)
   python -m rpg_jax.reproduce --methods=GRPO,RPG-REINFORCE-URKL --seeds=3 --config=mine.py
