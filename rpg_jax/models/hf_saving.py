@@ -95,7 +95,10 @@ class Saving:
         leaves, own = flatten_dict(params), jax.process_index()
         before: jax.Array | None = None
         underway: jax.Array | None = None
-        for process, block in _by_turns(self._parts):
+        # The processes take turns, so their copies to the host overlap.
+        for process, block in itertools.chain.from_iterable(map(enumerate, itertools.zip_longest(*self._parts))):
+            if block is None:
+                continue
             leaf = leaves[block.entry.path]
             gathers = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
             if process != own and not gathers:
@@ -223,9 +226,3 @@ def _divided(blocks: Iterable[_Block], processes: int) -> list[list[_Block]]:
         parts[process].append((place, block))
         held[process] += block.size
     return [[block for _, block in sorted(part, key=lambda one: one[0])] for part in parts]
-
-
-def _by_turns(parts: list[list[_Block]]) -> Iterator[tuple[int, _Block]]:
-    """Yields (process, block) for every block. The processes take turns, so their copies to the host overlap."""
-    for turn in itertools.zip_longest(*parts):
-        yield from ((process, block) for process, block in enumerate(turn) if block is not None)

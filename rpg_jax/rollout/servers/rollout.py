@@ -150,7 +150,7 @@ class ServedTeacher:
     """
 
     def __init__(self, balance: Balance, *, model: str | None = None, drawn: int = 0):
-        self._balance, self._model, self._drawn = balance, model, drawn
+        self._balance, self._question = balance, functools.partial(ScoreRequest, model=model, drawn=drawn)
         balance.use(Loadable("", "", 0))
         self._background = Background("rpg-teacher")
         self._running = self._background.begin(balance.run())
@@ -159,8 +159,7 @@ class ServedTeacher:
         """For each group, and each of its completions, the log-probabilities f32[n], in nats, of the completion's n
         tokens. Blocks. All processes call this together, with the same groups. Raises ServerError as `Balance.ask`."""
         texts = [(g.prompt, completion.tokens) for g in groups for completion in g.completions]
-        ask = functools.partial(ScoreRequest, model=self._model, drawn=self._drawn)
-        own = self._ask([ask(np.concatenate(text), len(text[0])) for text in hosts.share(texts)])
+        own = self._ask([self._question(np.concatenate(text), len(text[0])) for text in hosts.share(texts)])
         parts = hosts.all_gather_bytes(np.concatenate([np.zeros(0, np.float32), *own]).tobytes())
         found: list[np.ndarray] = [np.zeros(0)] * len(texts)
         for process, part in enumerate(parts):
@@ -172,7 +171,7 @@ class ServedTeacher:
     def names(self, tokens: np.ndarray) -> list[str]:
         """The text of each of the tokens i32[n], n ≥ 1, by the servers' tokenizer. Blocks. One process may call it
         alone. Raises ServerError as `Balance.ask`."""
-        [found] = self._ask([ScoreRequest(tokens, 0, self._model, names=True, drawn=self._drawn)])
+        [found] = self._ask([self._question(tokens, 0, names=True)])
         return found
 
     def close(self) -> None:

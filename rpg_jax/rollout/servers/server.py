@@ -1,7 +1,6 @@
 """A server as the trainer knows it: its program's way to load weights, how many calls it gets, when it rests.
 
-The calls were tested with vLLM 0.32.0 and SGLang 0.5.23 on a CPU (`tests/end_to_end/test_vllm.py`, `test_sglang.py`).
-"""
+The tests `tests/end_to_end/test_vllm.py` and `test_sglang.py` ran with vLLM 0.32.0 and SGLang 0.5.23 on a CPU."""
 
 import dataclasses
 import functools
