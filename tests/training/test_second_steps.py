@@ -68,8 +68,8 @@ CHOICES = {
     },
     "staleness": {
         "none": {},
-        "ahead": {"rollout.max_staleness": 1, "rollout.devices": 4},
-        "far ahead": {"rollout.max_staleness": 2, "rollout.devices": 4},
+        "ahead": {"rollout.max_staleness": 1, "rollout.devices": 7},  # with four, programs waited for each other once
+        "far ahead": {"rollout.max_staleness": 2, "rollout.devices": 7},
         "parts": {"rollout.partial_tokens": 4},
         "carried": {
             "dynamic_sampling.enabled": True, "dynamic_sampling.surplus": "carry", "dynamic_sampling.oversample": 2,
