@@ -383,10 +383,9 @@ class Balance:
         if self._kind.counters:
             if isinstance(answer, Mapping) and "weights" not in answer:
                 raise ServerError(f"{url} does not say which weights it has ({self._kind.needs})")
-            found, checksum = said.get("weights"), f"{call.weights.checksum:016x}"
-            expected: Any = [checksum] if several else checksum
+            found, expected = said.get("weights"), f"{call.weights.checksum:016x}"
         else:
             named, expected = said.get("metadata"), call.weights.label
             found = named.get("weight_version", expected) if expected and isinstance(named, Mapping) else expected
-        if found != expected:
+        if found != ([expected] if several and self._kind.counters else expected):
             raise Unavailable(f"{url} has the weights {found}, and the trainer {expected}", fault=True)
