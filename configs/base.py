@@ -535,14 +535,14 @@ RETIRED = (
 """Fields and values of earlier versions."""
 
 
-_OF_A_KIND = {
+_READERS = {
     "task.links": {"task.name": "chains"},
     "task.digits task.reverse": {"task.name": "arithmetic"},
     "task.operations": {"task.name": "arithmetic|chains"},
     "task.held_out": {"task.name": "arithmetic|chains|:"},
     "task.train": {"task.name": "files"},
     "task.template task.bad_rows": {"task.name": "files", "warm_start.train": "."},
-    "rewards.format": {"rewards.parts": "format"},
+    "rewards.format": {"rewards.parts": "format", "rewards.accuracy": "format"},
     "rewards.overlong_buffer": {"rewards.overlong_shaping": "."},
     "judge": {"rewards.parts": "judge", "rewards.accuracy": "judge"},
     "environment": {"environment.name": "."},
@@ -569,7 +569,7 @@ _OF_A_KIND = {
 }
 READ_WITH = {
     field: needed
-    for names, needed in _OF_A_KIND.items()
+    for names, needed in _READERS.items()
     for field, _ in FIELDS.fields()
     if field in names.split() or field.partition(".")[0] in names.split()
 }

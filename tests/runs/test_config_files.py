@@ -147,6 +147,7 @@ def test_a_file_without_a_config_is_refused_although_another_one_was_read_before
         (["model.path=folder", "model.rope_theta=1e4"], "model.rope_theta=10000.0 .* model.path=None reads it"),
         (["environment.max_turns=3"], "environment.max_turns=3 .* environment.name=… reads it"),
         (["method=PPO", "critic.gamma=0.5", "loss.advantage=gae"], None),
+        (["rewards.parts=exact:1", "rewards.accuracy=format", "rewards.format=boxed"], None),
         (["task.name=chains", "task.links=2-3", "reference.rule=every", "reference.every=3 updates"], None),
         (["model.rope_theta=1e4", "warm_start.seed=3", "rewards.parts=exact:1,judge:0.5", "judge.scale=5"], None),
     ],
