@@ -21,7 +21,7 @@ import numpy as np
 
 from tests.losses import second_losses
 
-# ---- The policy: weights are {path: f64[...]}, layers stacked.
+# Weights are {path: f64[...]}, layers stacked.
 
 
 def flat(tree, path=""):
@@ -71,9 +71,6 @@ def _pulled_back(weights, tokens, temperature, cotangent):
     return jax.vjp(lambda w: decoder(w, tokens, temperature), weights)[1](cotangent)[0]
 
 
-# ---- The columns that a step gives its tokens.
-
-
 def advantages(name, rewards, lengths, parts=None, part_weights=None):
     """f64[P, G] of rewards [P, G]. `lengths` are numbers of trained tokens, `parts` [P, G, n] those of the rewards."""
     out = np.zeros(rewards.shape)
@@ -107,9 +104,6 @@ def kl_baseline(log_ratios, divergence, kl_coef):
     a, b, c = second_losses.COEFFICIENTS[divergence]
     others = (log_ratios.sum(1, keepdims=True) - log_ratios) / (log_ratios.shape[1] - 1)
     return kl_coef * (a * others + b - c)
-
-
-# ---- The optimizer.
 
 
 def learning_rate(o, update, per_step, steps):
@@ -152,9 +146,6 @@ class Optimizer:
             decays = o["decayed"] == "all" or "norm" not in path
             new[path] = weights[path] - rate * (way + o["weight_decay"] * decays * weights[path])
         return new
-
-
-# ---- Steps.
 
 
 @dataclass

@@ -15,8 +15,6 @@ import rpg_jax
 from rpg_jax import losses, models
 from tests.training import second_steps
 
-# ---- The combinations.
-
 SUMS = {"loss.advantage": "leave_one_out", "loss.aggregate": "sequence_mean_token_sum"}
 TO_GO = SUMS | {"method": "RPG-REINFORCE-RKL", "loss.level": "to_go", "reference.rule": "fixed"}
 ENDLESS = {"loss.arguments": '{"trace_cap": Infinity}'}
@@ -179,9 +177,6 @@ def _is_possible(pair):
     return is_allowed(plain | {"kind": "GRPO"} | pair)
 
 
-# ---- The runs.
-
-
 def right(completion, answer):
     """A reward of five values: the completions of a policy with random weights get all of them."""
     return (sum(map(ord, completion)) * 7 % 5) / 2 - 1
@@ -297,8 +292,6 @@ def compare_file(found, second, file):
         ours = np.concatenate([expected[name][i, : batch.lengths[i]] for i in rows])
         found.compare(f"{file.stem}: {name}", columns[name], ours, atol=2e-5)
 
-
-# ---- The facts.
 
 LAST = 382
 SHARES = [
