@@ -340,14 +340,13 @@ class Balance:
                 answer, _ = await server.caller.post(path, body)
                 if isinstance(answer, Mapping) and answer.get("success") is False:
                     raise Refused(f"{server.caller.url}{path} has not loaded {weights.folder}: {answer.get('message')}")
-        except Refused as error:
-            raise ServerError(f"{error} ({self._kind.needs})") from None
-        except Unavailable as error:
-            if error.status == 500 and self._kind.refuses is not None and self._kind.refuses in str(error):
-                raise ServerError(f"{error} ({self._kind.needs})") from None
+        except (Refused, Unavailable) as error:
+            contrary = self._kind.contrary is not None and self._kind.contrary in str(error)
             if error.status:
                 error.args = (f"{error} ({self._kind.needs})",)
-            raise
+            if isinstance(error, Refused) != contrary:
+                raise ServerError(str(error)) from None
+            raise (Unavailable(str(error)) if contrary else error) from None
         self._check_weights(call, answer)
         if weights.probe is not None:
             answer, _ = await server.caller.post("/v1/completions", weights.probe.body)

@@ -118,7 +118,7 @@ class ScoreRequest:
         before `first` are context.
       model: the name under which the server has the model; None for the server's only model.
       names: whether the texts of all T tokens are wanted, in place of log-probabilities.
-      drawn: the number of tokens, 0 or 1, that the server draws after the text; they are not read.
+      drawn: 0 or 1 tokens that the server draws after the text; they are not read. `logprobs` has this number too.
     """
 
     tokens: np.ndarray

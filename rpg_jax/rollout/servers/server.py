@@ -1,6 +1,6 @@
 """A server as the trainer knows it: its program's way to load weights, how many calls it gets, when it rests.
 
-The tests `tests/end_to_end/test_vllm.py` and `test_sglang.py` ran with vLLM 0.32.0 and SGLang 0.5.23 on a CPU."""
+The test `tests/end_to_end/test_engines.py` ran with vLLM 0.32.0 and SGLang 0.5.23 on a CPU."""
 
 import dataclasses
 import functools
@@ -25,18 +25,19 @@ class Kind:
       needs: what must serve, and how it must be started for `loads`, as a sentence for messages.
       counters: whether the program is this project's own: it draws this project's random numbers, and every answer has
         the checksum of the weights. Servers of other programs are probed after each load.
-      refuses: a text in an answer of status 500 to a load which says that every load would fail; None: no such text.
+      contrary: a text in an answer to a load that means the contrary of the answer's status; None: no such text. vLLM
+        says at status 500 that every load would fail. SGLang says at 400 that a request must end first.
       health: the path of the health of the program that samples. vLLM's /health is the health of its HTTP server, which
         answers while the engine hangs.
       head: whether a folder of a model with tied embeddings must have the head as a tensor of its own too. vLLM keeps a
         packed copy of the head on a CPU, which a reload replaces only where the folder has the tensor.
-      drawn: the number of tokens that a request for the scores of a text draws after it. SGLang scores no text without.
+      drawn: the number of tokens, 0 or 1, that a request for the scores of a text draws. SGLang refuses to draw none.
     """
 
     loads: Callable[[str, str], list[Post]]
     needs: str
     counters: bool = False
-    refuses: str | None = None
+    contrary: str | None = None
     health: str = "/health"
     head: bool = False
     drawn: int = 0
@@ -56,13 +57,14 @@ KINDS = {
         _vllm,
         "servers.kind=vllm needs vLLM with a model of the trainer's shapes, which sees the folder servers.weights, "
         "started with VLLM_SERVER_DEV_MODE=1, where only the trainer reaches it",
-        refuses="collective_rpc method failed",
+        contrary="collective_rpc method failed",
         health="/is_paused",
         head=True,
     ),
     "sglang": Kind(
         functools.partial(_from_disk, abort_all_requests=True, flush_cache=True),
         "servers.kind=sglang needs SGLang with a model of the trainer's shapes, which sees the folder servers.weights",
+        contrary="the cache was not flushed",
         drawn=1,
     ),
     "rpg_jax": Kind(

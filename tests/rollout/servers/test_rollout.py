@@ -230,24 +230,24 @@ def test_this_projects_servers_prove_the_weights_with_every_answer(stand_in, ser
         rollout.generate(ONE)
 
 
-def test_an_answer_by_weights_with_another_label_is_asked_for_again_after_a_load(stand_in, served):
+def test_sglang_loads_again_after_a_request_that_must_end_first_and_after_an_answer_of_another_label(stand_in, served):
     """SGLang's answers have the label of its last load, and "default" after a start."""
-    label = []
+    label, busy = [], ["Weights were updated, but the cache was not flushed because requests are still running."]
 
     def sglang(path, body):
         if path == "/update_weights_from_disk":
             label[:] = [body["weight_version"]]
-            return {"success": True}
+            return (400, {"success": False, "message": busy.pop()}) if busy else {"success": True}
         if path == "/v1/completions":
             return {"choices": [sampled(body)], "metadata": {"weight_version": label[0]}}
 
     server = stand_in(sglang)
     rollout = served(server.url, kind=KINDS["sglang"])
     rollout.generate(REQUEST)
-    assert server.paths().count("/update_weights_from_disk") == 1 and rollout.take_counts()["servers/failures"] == 0
+    assert server.paths().count("/update_weights_from_disk") == 2 and rollout.take_counts()["servers/failures"] == 1
     label[:] = ["default"]  # a new process in its place
     rollout.generate(replace(REQUEST, step=7))
-    assert server.paths().count("/update_weights_from_disk") == 2 and rollout.take_counts()["servers/failures"] == 1
+    assert server.paths().count("/update_weights_from_disk") == 3 and rollout.take_counts()["servers/failures"] == 1
 
 
 def test_another_program_asked_as_this_projects_server_ends_the_run_at_once(stand_in, served):
