@@ -4,24 +4,27 @@ A judge gets chat requests (`kind="chat"`, OpenAI's /chat/completions), each wit
 endpoint (`kind="score"`) gets {"model", "prompts", "completions", "answers"} and returns {"scores": [numbers]}.
 """
 
-import contextlib
+from __future__ import annotations
+
+import asyncio
 import dataclasses
-import http.client
 import json
 import os
 import random
 import re
-import socket
 import threading
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from etils import epy
+
+from rpg_jax.rewards.callables import Background, together
 from rpg_jax.rewards.verdicts import BadScore, Verdict, checked_score, failure
+
+with epy.lazy_imports():  # an extra: every run reads the fields of a judge, and few ask one
+    import aiohttp
 
 PROMPT = (
     "Question:\n{prompt}\n\nReference answer:\n{answer}\n\nAnswer to grade:\n{completion}\n\n"
@@ -38,38 +41,6 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 Item = tuple[str, str, str]
 """Completion, answer, prompt: the arguments of a verifier."""
-
-
-class _Handler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler, urllib.request.HTTPRedirectHandler):
-    """Treats a redirect as an HTTP error: urllib would send the API key to any host. Ends a reply `timeout` seconds
-    after its request began: urllib would wait as long for each byte."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-    def do_open(self, http_class: Any, req: Any, **arguments: Any) -> Any:
-        deadline = time.monotonic() + req.timeout
-
-        def reply(sock: socket.socket, **named: Any) -> http.client.HTTPResponse:
-            made: Any = http.client.HTTPResponse(sock, **named)
-            read = made.fp.raw.readinto
-
-            def readinto(buffer: bytearray) -> int | None:
-                sock.settimeout(_left(deadline))
-                return read(buffer)
-
-            made.fp.raw.readinto = readinto
-            return made
-
-        def connection(host: str, **named: Any) -> http.client.HTTPConnection:
-            made = http_class(host, **named)
-            made.response_class = reply
-            return made
-
-        return super().do_open(connection, req, **arguments)
-
-
-_OPENER = urllib.request.build_opener(_Handler)
 
 
 class Failed(Exception):
@@ -163,11 +134,15 @@ class Server:
 
 class Judge:
     """Asks a server for verdicts. Several threads may use one judge, which remembers its last 100,000 scores. The
-    environment variable JUDGE_API_KEY, if set, is sent as a bearer token. `sleep` waits seconds between attempts."""
+    environment variable JUDGE_API_KEY, if set, is sent as a bearer token. `sleep` waits seconds between attempts.
 
-    def __init__(self, server: Server, *, sleep: Callable[[float], None] = time.sleep):
+    Raises ImportError if aiohttp is not installed."""
+
+    def __init__(self, server: Server, *, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep):
         self.server, self._sleep = server, sleep
-        self._threads = ThreadPoolExecutor(server.parallel, "judge")
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=None)  # each request has a deadline of its own
+        self._room = asyncio.Semaphore(server.parallel)
+        self._background = Background("judge")
         self._known = dict[Item, float]()
         self._lock = threading.Lock()
         parts = urllib.parse.urlsplit(str(server.url))
@@ -183,7 +158,8 @@ class Judge:
         new = [item for item in dict.fromkeys(items) if item not in verdicts]
         size = self.server.batch if self.server.kind == "score" else 1
         batches = [new[i : i + size] for i in range(0, len(new), size)]
-        for batch, found in zip(batches, self._threads.map(self._judged, batches), strict=True):
+        [answers] = self._background.together([self._answers(batches)])
+        for batch, found in zip(batches, answers, strict=True):
             verdicts |= zip(batch, found, strict=True)
         with self._lock:
             self._known |= {item: v.score for item, v in verdicts.items() if v.score is not None}
@@ -192,54 +168,57 @@ class Judge:
         return [verdicts[item] for item in items]
 
     def close(self) -> None:
-        """Cancels requests that have not begun, and waits for none. `run` then raises RuntimeError for new items."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Breaks off the requests that are under way. `run` then raises RuntimeError."""
+        self._background.close()
 
-    def _judged(self, batch: Sequence[Item]) -> list[Verdict]:
+    async def _answers(self, batches: Sequence[Sequence[Item]]) -> list[list[Verdict]]:
+        # A proxy of the environment is used, as by most clients. A new process of the server gets new connections.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector, timeout=self._timeout, trust_env=True) as session:
+            return await together(self._judged(session, batch) for batch in batches)
+
+    async def _judged(self, session: aiohttp.ClientSession, batch: Sequence[Item]) -> list[Verdict]:
         """Sends a request and returns its verdicts. After a failure that may pass, sends again, with longer pauses."""
-        deadline, attempt = time.monotonic() + self.server.deadline_seconds, 0
-        while True:
-            attempt += 1
-            try:
-                return self.server.verdicts(self._reply(self.server.body(batch), deadline), len(batch))
-            except Failed as error:
-                pause = max(error.after, 0.25 * 2**attempt * random.uniform(0.5, 1.5))
-                if not error.again or attempt >= ATTEMPTS or time.monotonic() + pause > deadline:
-                    return [Verdict(None, error.kind, str(error)[:200])] * len(batch)
-            self._sleep(pause)
+        async with self._room:
+            deadline, attempt = time.monotonic() + self.server.deadline_seconds, 0
+            while True:
+                attempt += 1
+                try:
+                    reply = await self._reply(session, self.server.body(batch), deadline)
+                    return self.server.verdicts(reply, len(batch))
+                except Failed as error:
+                    pause = max(error.after, 0.25 * 2**attempt * random.uniform(0.5, 1.5))
+                    if not error.again or attempt >= ATTEMPTS or time.monotonic() + pause > deadline:
+                        return [Verdict(None, error.kind, str(error)[:200])] * len(batch)
+                await self._sleep(pause)
 
-    def _reply(self, body: dict[str, Any], deadline: float) -> Any:
+    async def _reply(self, session: aiohttp.ClientSession, body: dict[str, Any], deadline: float) -> Any:
         """Sends `body` and returns the JSON of the reply. Raises Failed if no such reply comes in time."""
         key = os.environ.get(KEY_VARIABLE, "").strip()
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
-        content = b""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        status, after, content = 0, "", bytearray()
         try:
-            with _OPENER.open(request, timeout=_left(deadline)) as reply:
-                content = reply.read(_MOST_BYTES + 1)
-            if len(content) > _MOST_BYTES:
-                raise Failed("status", f"a reply of more than {_MOST_BYTES} bytes")
-            return json.loads(content)
-        except urllib.error.HTTPError as error:
-            after = error.headers.get("Retry-After", "")
+            async with (
+                asyncio.timeout(deadline - time.monotonic()),
+                session.post(self._url, json=body, headers=headers, allow_redirects=False) as reply,
+            ):
+                status, after = reply.status, reply.headers.get("Retry-After", "")
+                async for part in reply.content.iter_any():
+                    content += part
+                    if len(content) > _MOST_BYTES:
+                        raise Failed("status", f"a reply of more than {_MOST_BYTES} bytes")
+        except (OSError, aiohttp.ClientError) as error:
+            if status < 300:  # the status of an error says enough without the text
+                if isinstance(error, TimeoutError):
+                    late = f"no reply in judge.deadline_seconds={self.server.deadline_seconds:g}"
+                    raise Failed("timeout", late) from error
+                raise Failed("unreachable", f"{self._url}: {error}", again=True) from error
+        if status >= 300:
+            said = content[:200].decode(errors="replace")
             seconds = float(after) if after.isdecimal() else 0.0
-            said = ""
-            with contextlib.suppress(OSError, http.client.HTTPException):  # the status says enough
-                said = error.read(200).decode(errors="replace")
-            if key:
-                said = said.replace(key, "…")
-            raise Failed("status", f"HTTP {error.code}: {said}", again=error.code in _AGAIN, after=seconds) from error
-        except (OSError, http.client.HTTPException) as error:
-            if isinstance(getattr(error, "reason", error), TimeoutError):  # itself, or the reason of a URLError
-                late = f"no reply in judge.deadline_seconds={self.server.deadline_seconds:g}"
-                raise Failed("timeout", late) from error
-            raise Failed("unreachable", f"{self._url}: {error}", again=True) from error
+            said = said.replace(key, "…") if key else said
+            raise Failed("status", f"HTTP {status}: {said}", again=status in _AGAIN, after=seconds)
+        try:
+            return json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise Failed("status", f"the reply is no JSON: {content[:80]!r}") from error
-
-
-def _left(deadline: float) -> float:
-    """Returns the seconds to the deadline, in `time.monotonic`. Raises TimeoutError after it."""
-    if (left := deadline - time.monotonic()) <= 0:
-        raise TimeoutError
-    return left
+            raise Failed("status", f"the reply is no JSON: {bytes(content[:80])!r}") from error

@@ -184,7 +184,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             threads.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
-        """Ends the worker processes and the event loop, and a judge's threads after their present requests."""
+        """Ends the worker processes, the event loop and the requests to a judge."""
         self._pool.close()
         if self._judge is not None:
             self._judge.close()

@@ -1,5 +1,6 @@
 """A judge over HTTP: many requests at once, retries, a deadline, a cache; a failure is a verdict error of its kind."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -56,7 +57,7 @@ def chat(text):
 
 
 def judged(url, items, **fields):
-    judge = Judge(Server(url=url, **fields), sleep=lambda seconds: None)
+    judge = Judge(Server(url=url, **fields), sleep=lambda seconds: asyncio.sleep(0))
     try:
         return [(v.score, v.error) for v in judge.run(items)]
     finally:
