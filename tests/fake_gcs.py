@@ -7,19 +7,23 @@ requests fail, hang or tell old news.
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import email
 import itertools
 import json
+import os
 import re
 import socket
 import struct
 import sys
 import threading
 import time
+import urllib.error
 import urllib.parse
+import urllib.request
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 _OBJECT = re.compile(r"(?:/download)?/storage/v1/b/([^/]+)/o/([^/]+)(?:/rewriteTo/b/([^/]+)/o/([^/]+))?")
@@ -62,13 +66,7 @@ class FakeGcs:
         self.lock, self.numbers = threading.RLock(), itertools.count(1)
         self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"gcs": self}))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self.environment = {
-            "STORAGE_EMULATOR_HOST": self.url,  # gcsfs and google-cloud-storage
-            "TENSORSTORE_GCS_HTTP_URL": self.url,
-            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "nobody",  # tensorstore asks no metadata server
-            "GOOGLE_CLOUD_PROJECT": "nowhere",
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # asks for the kind of bucket by gRPC
-        }
+        self.environment = environment(self.url)
 
     def __enter__(self) -> FakeGcs:
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
@@ -121,6 +119,79 @@ class FakeGcs:
                     prefixes.append(prefix + head + delimiter)
         more = {"nextPageToken": names[page - 1]} if len(names) > page else {}
         return {"kind": "storage#objects", "items": items, "prefixes": prefixes, **more}
+
+
+def environment(url: str) -> dict[str, str]:
+    """The variables by which the libraries take the server at `url` for Google's."""
+    return {
+        "STORAGE_EMULATOR_HOST": url,  # gcsfs and google-cloud-storage
+        "TENSORSTORE_GCS_HTTP_URL": url,
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "nobody",  # tensorstore asks no metadata server
+        "GOOGLE_CLOUD_PROJECT": "nowhere",
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # asks for the kind of bucket by gRPC
+    }
+
+
+class OtherGcs(MutableMapping):
+    """An emulator that somebody else wrote, at `url`, with one bucket that starts empty; used as `FakeGcs`, without
+    faults. `objects` is this mapping of names to bytes."""
+
+    def __init__(self, url: str, bucket: str):
+        self._bucket, self.objects, self.environment = f"{url}/storage/v1/b/{bucket}", self, environment(url)
+        with contextlib.suppress(urllib.error.HTTPError):  # it is there
+            self._ask("POST", f"{url}/storage/v1/b?project=nowhere", {"name": bucket})
+
+    def __enter__(self) -> OtherGcs:
+        self.clear()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.clear()
+
+    @property
+    def generations(self) -> dict[str, str]:
+        return {item["name"]: item["generation"] for item in self._listing()}
+
+    def put(self, name: str, content: bytes) -> None:
+        path = self._bucket.replace("/storage/", "/upload/storage/")
+        self._ask("POST", f"{path}/o?uploadType=media&name={urllib.parse.quote(name, safe='')}", content)
+
+    __setitem__ = put
+
+    def __getitem__(self, name: str) -> bytes:
+        return self._ask("GET", self._object(name) + "?alt=media")
+
+    def __delitem__(self, name: str) -> None:
+        self._ask("DELETE", self._object(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(item["name"] for item in self._listing()))
+
+    def __len__(self) -> int:
+        return len(self._listing())
+
+    def _object(self, name: str) -> str:
+        return f"{self._bucket}/o/{urllib.parse.quote(name, safe='')}"
+
+    def _listing(self) -> list[dict]:
+        found, token = [], ""
+        while True:
+            page = json.loads(self._ask("GET", f"{self._bucket}/o?maxResults=1000&pageToken={token}"))
+            found += page.get("items", [])
+            if not (token := page.get("nextPageToken", "")):
+                return found
+
+    def _ask(self, method: str, url: str, body: bytes | dict | None = None) -> bytes:
+        content = json.dumps(body).encode() if isinstance(body, dict) else body
+        headers = {"Content-Type": "application/json" if isinstance(body, dict) else "application/octet-stream"}
+        with urllib.request.urlopen(urllib.request.Request(url, content, headers, method=method)) as answer:
+            return answer.read()
+
+
+def bucket_of(name: str) -> FakeGcs | OtherGcs:
+    """A bucket: at the address in RPG_JAX_GCS, as of Google's storage-testbench, or one of this file's."""
+    url = os.environ.get("RPG_JAX_GCS")
+    return OtherGcs(url, name) if url else FakeGcs(name)
 
 
 class _Server(ThreadingHTTPServer):

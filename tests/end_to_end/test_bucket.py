@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests.end_to_end.test_train import ROOT, checksum, command, environment, metrics, run
-from tests.fake_gcs import FakeGcs
+from tests.fake_gcs import bucket_of
 
 SETTINGS = ("--config.train.steps=6", "--config.reference.every=3updates", "--config.run.name=r")
 
@@ -19,7 +19,7 @@ SETTINGS = ("--config.train.steps=6", "--config.reference.every=3updates", "--co
 def test_a_run_in_a_bucket_whose_machine_is_lost_ends_as_one_on_disk_that_was_not(tmp_path):
     pytest.importorskip("gcsfs")
     straight = run(tmp_path, tmp_path / "straight", *SETTINGS)
-    with FakeGcs("bucket") as gcs:
+    with bucket_of("bucket") as gcs:
         (machine := tmp_path / "machine").mkdir()
         bucket = ("gs://bucket/runs", *SETTINGS)
         where = {"TMPDIR": str(machine), "JAX_COMPILATION_CACHE_DIR": "gs://bucket/cache"}

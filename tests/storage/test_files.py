@@ -18,7 +18,7 @@ from rpg_jax.rollout import weights_checksum
 from rpg_jax.storage.checkpoints import Checkpoints, Snapshots
 from rpg_jax.storage.journal import Journal
 from rpg_jax.types import Completion
-from tests.fake_gcs import FakeGcs
+from tests.fake_gcs import bucket_of
 from tests.storage.test_checkpoints import like, tree
 
 
@@ -183,7 +183,7 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path):
 
 @pytest.fixture
 def gcs(monkeypatch):
-    with FakeGcs("bucket") as served:
+    with bucket_of("bucket") as served:
         for name, value in served.environment.items():
             monkeypatch.setenv(name, value)
         yield served
