@@ -552,6 +552,7 @@ _READERS = {
     },
     "critic": {"loss.advantage": "gae"},
     "reference.every": {"reference.rule": "every"},
+    "reference.kl_threshold": {"reference.rule": "kl"},
     "reference.resident": {"reference.rule": "fixed|every|kl"},
     "optimizer.decay_until optimizer.final_rate": {"optimizer.schedule": "linear|cosine"},
     "optimizer.b1": {"optimizer.name": "adam|lion|sgd"},

@@ -17,7 +17,6 @@ from rpg_jax.rewards import verifiers
 from rpg_jax.rewards.callables import load
 from rpg_jax.runs import config_files, logs
 from rpg_jax.runs.arguments import environment_options, loss_arguments, loss_object, reward_arguments, reward_parts
-from rpg_jax.training.reference import check_read
 from rpg_jax.types import Count
 
 _BUFFER = 512
@@ -268,7 +267,6 @@ def _check_reference(config: ConfigDict) -> None:
             else f"reference.rule={rule} with reference.path={path}: a teacher never moves; leave out reference.rule, "
             "or reference.path"
         )
-    check_read(config.reference, config_files.declared().make_config().reference)
     loss = config.loss.name
     if path and ":" not in loss and "kl_coef" not in losses.LOSSES[loss].hyperparameters:
         raise ValueError(

@@ -113,15 +113,6 @@ def make_rule(section: Mapping[str, Any]) -> Rule:
     return rule(**own | {"every": Count.parse(section["every"], "reference.every")})
 
 
-def check_read(section: Mapping[str, Any], unset: Mapping[str, Any]) -> None:
-    """Raises ValueError if `section` sets a number that its rule does not read. `unset` has the fields' defaults."""
-    takes = {name: {field.name for field in dataclasses.fields(rule)} for name, rule in RULES.items()}
-    for reader, numbers in takes.items():
-        if unread := [name for name in numbers - takes[section["rule"]] if section[name] != unset[name]]:
-            given = f"reference.{unread[0]}={section[unread[0]]} has no effect with reference.rule={section['rule']}"
-            raise ValueError(f"{given}: set reference.rule={reader}, or leave it out")
-
-
 class Taught(NamedTuple):
     """A teacher: its weights `params`, on devices or in host memory, and the `step.Programs` that read them; or servers
     of it. `scores` asks the servers: groups in, log-probs f32[n] of each completion of each group out. Then `params`

@@ -139,6 +139,7 @@ def test_a_file_without_a_config_is_refused_although_another_one_was_read_before
             ["reference.every=3 updates", "reference.rule=behaviour"],
             "reference.every=3 updates .* reference.rule=every",
         ),
+        (["reference.kl_threshold=0.5"], r"reference.kl_threshold=0.5 .* only a run with reference.rule=kl reads it"),
         (["method=PPO", "judge.scale=5"], r"judge.scale=5.0 .*rewards.parts=judge or rewards.accuracy=judge reads it"),
         (
             ["optimizer.name=sgd", "optimizer.b2=0.9"],

@@ -85,10 +85,6 @@ def resolved(**changes):
             {"loss.arguments": '{"tau": 1, "tau": 2}'},
             "loss.arguments=.* is not JSON .the key 'tau' stands twice.: write",
         ),
-        (
-            {"reference.kl_threshold": 0.5},
-            "kl_threshold=0.5 has no effect with reference.rule=every: set reference.rule=kl, or leave it out",
-        ),
         ({"loss.constant_length": 5}, "loss.constant_length is read by loss.aggregate=constant, not by"),
         ({"loss.sampler_high": 2.0}, "sampler_high bounds a sampler_correction: name one"),
     ],
