@@ -192,9 +192,10 @@ class Guard:
     needs_rewards: bool = True
 
     def warnings(self, step: int, values: Mapping[str, float]) -> Iterator[str]:
-        """Yields a warning at the first gap above the usual gap, after each step that skipped an update, and after step
-        1 of what hinders learning: a limit that cut off more than half of the completions, or (with `needs_rewards`)
-        equal rewards of all completions of each prompt. `values` are the metrics of step number `step`, from 1."""
+        """Yields a warning at the first gap above the usual gap, after each step that skipped an update or had no
+        gradient although rewards differ, and after step 1 of what hinders learning: a limit that cut off more than half
+        of the completions, or (with `needs_rewards`) equal rewards of all completions of each prompt. `values` are the
+        metrics of step number `step`, from 1."""
         gap, usual = values.get("sampler_gap", 0.0), self.usual_sampler_gap
         if gap > usual:
             self.usual_sampler_gap = math.inf
@@ -204,6 +205,11 @@ class Guard:
             )
         if values.get("nonfinite_updates"):
             yield f"warning: step {step}: an update with a non-finite loss or gradient was skipped; {self.remedy}"
+        if values.get("grad_norm_max") == 0 and values.get("equal_rewards", 1.0) < 1:
+            yield (
+                f"warning: step {step}: the gradient was exactly 0, although completions of a prompt differ in reward: "
+                "look at loss.name and loss.advantage, where they are your own, or at rewards.overlong_masking"
+            )
         if self.limit is not None and step == 1 and (share := values.get("truncated", 0.0)) > 0.5:
             ended = f"completions were cut off at rollout.max_tokens={self.limit}, so unfinished texts are rewarded. "
             ended += f"Set rollout.max_tokens={4 * self.limit}, ask for short answers in the prompt"

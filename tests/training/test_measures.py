@@ -60,6 +60,15 @@ def test_each_step_that_skips_an_update_is_told_with_what_helps():
     assert not [*guard.warnings(3, {"nonfinite_updates": 0.0})]
 
 
+def test_a_loss_without_a_gradient_is_told_and_equal_rewards_are_none():
+    without = {"grad_norm": 0.0, "grad_norm_max": 0.0, "equal_rewards": 0.5}
+    [line] = Guard(1.0).warnings(7, without)
+    assert line.startswith("warning: step 7: the gradient was exactly 0") and "loss.name" in line
+    for others in ({"equal_rewards": 1.0}, {"grad_norm_max": 1e-9}, {"grad_norm_max": float("nan")}):
+        assert not [*Guard(1.0).warnings(7, without | others)]
+    assert not [*Guard(1.0).warnings(7, {"grad_norm_max": 0.0})]  # supervised training has no rewards
+
+
 def test_skipped_updates_count_across_steps_until_one_is_applied():
     guard, values = Guard(1.0, max_nonfinite_updates=3), {"sampler_gap": 0.0}
     assert guard.fault(1, values, [SKIPPED, SKIPPED]) is None
