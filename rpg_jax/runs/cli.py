@@ -89,7 +89,11 @@ class Parser(argparse.ArgumentParser):
         value, and for an argument that is no UTF-8."""
         if broken := [argument for argument in argv if any("\ud800" <= c <= "\udfff" for c in argument)]:
             raise ValueError(f"{broken[0]!r} is no text in UTF-8")
+        if tilde := [argument for argument in argv if argument.partition("=")[2].startswith("~/")]:
+            raise ValueError(f"{tilde[0]}: no shell replaces this ~, write {tilde[0].replace('=~', '=$HOME', 1)}")
         options, rest = self.parse_known_args(argv)
+        if empty := [name for name, value in vars(options).items() if value == "" and name != "config"]:
+            raise ValueError(f"--{empty[0]} is empty: give it a value, or leave it out")
         for place, argument in enumerate(rest):
             if "config" in options and config_files.OVERRIDE.match(argument):
                 continue

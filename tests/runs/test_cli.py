@@ -22,6 +22,7 @@ def command():
     parser = cli.parser("train", "Trains.")
     parser.add_config("configs/tiny.py")
     parser.add_argument("--step", type=cli.number(int, 1), help="checkpoint")
+    parser.add_argument("--out")
     parser.add_switch("try", help="try")
     return parser
 
@@ -69,6 +70,8 @@ def test_an_unknown_field_is_one_line_with_a_file_and_without(capsys, file):
         (["--config.run=high"], "no config field 'run'; did you mean run."),
         (["--config=configs/none.py"], "no config file 'configs/none.py'; there are configs/calculator.py, "),
         (["--config="], "no config file ''; there are configs/calculator.py, "),
+        (["--config.run.dir=~/r"], "--config.run.dir=~/r: no shell replaces this ~, write --config.run.dir=$HOME/r"),
+        (["--out="], "--out is empty: give it a value, or leave it out"),
         (["--config=tinny"], "no config file 'tinny'; did you mean configs/tiny.py?"),
         (["--config=configs/small.py:tiny"], "configs/small.py: it has no variants, leave out ':tiny'"),
         (
