@@ -66,8 +66,10 @@ def test_a_change_of_a_config_names_the_field_or_its_type():
     assert config_files.changed(tiny, {"train.steps": 3, "run.name": "x"}).train.steps == 3
     with pytest.raises(ValueError, match="no config field 'optimizer.lr'; did you mean optimizer.learning_rate"):
         config_files.changed(tiny, {"optimizer.lr": 1e-3})
-    with pytest.raises(ValueError, match="train.steps='many' must be of the type int"):
+    with pytest.raises(ValueError, match="train.steps='many' must be of the type int$"):
         config_files.changed(tiny, {"train.steps": "many"})
+    with pytest.raises(ValueError, match=r"""loss.arguments={'tau': 1} must be of the type str, as '{"tau": 1}'$"""):
+        config_files.changed(tiny, {"loss.arguments": {"tau": 1}})
 
 
 def test_what_is_said_twice_or_not_at_all_is_refused():

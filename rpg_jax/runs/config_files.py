@@ -78,8 +78,8 @@ def changed(config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
         try:
             changing.update_from_flattened_dict({name: value})
         except (TypeError, KeyError, AttributeError) as error:
-            kind = known[name].kind.__name__
-            raise ValueError(f"{name}={value!r} must be of the type {kind}: {' '.join(str(error).split())}") from error
+            as_json = f", as {json.dumps(value, default=str)!r}" if isinstance(value, Mapping) else ""
+            raise ValueError(f"{name}={value!r} must be of the type {known[name].kind.__name__}{as_json}") from error
     return changing.lock()
 
 
@@ -162,6 +162,8 @@ def _explained(error: Exception, overrides: Sequence[str], file: str) -> str:
                 return was.line
             own = ", or a key of loss.arguments" if name.startswith("loss.") else ""
             return f"no config field {name!r}; did you mean {nearest(name)}{own}? --help lists all of them"
+    if isinstance(error, flags.UnrecognizedFlagError):
+        return f"unknown flag --{error.flagname}: only fields go here, as --config.task.train=FILE"
     section = str(error).strip("'\"") + "."  # the file sets a field of this section
     if was := next((row for row in all_retired() if row.name.startswith(section)), None):
         return was.line

@@ -60,6 +60,7 @@ def test_methods_and_seeds_alone_are_a_table_of_any_config(tmp_path, monkeypatch
         (["train.steps=1", "--methods=GRP0"], "GRP0, steps 1: unknown method 'GRP0'. Did you mean 'GRPO'?"),
         (["train.updates_per_step=1,7"], "updates 7: rollout.prompts_per_step=64 must be a multiple of"),
         (["seed=1,2"], "--sweep seed: --seeds and --out give every run its seed"),
+        (["train.steps=1", "--", "--data=rows.jsonl"], "unknown flag --data: only fields go here, as --config.task.tr"),
         (["train.steps=1", "--seeds=x"], "--seeds=x: give a number of seeds"),
         (["train.steps=1", "--table=small"], "give either --table, or --methods or --sweep"),
     ],
@@ -67,7 +68,7 @@ def test_methods_and_seeds_alone_are_a_table_of_any_config(tmp_path, monkeypatch
 def test_a_sweep_that_could_not_run_is_refused_before_it_starts(arguments, message, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run_tables, "train_runs", lambda *_, **__: pytest.fail("started"))
     monkeypatch.setattr(run_tables, "platform_name", lambda: "cpu")
-    assert reproduce.main(["--sweep", *arguments, f"--out={tmp_path}"]) == 2
+    assert reproduce.main([f"--out={tmp_path}", "--sweep", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
