@@ -542,11 +542,14 @@ _READERS = {
     "task.held_out": {"task.name": "arithmetic|chains|:"},
     "task.train": {"task.name": "files"},
     "task.template task.bad_rows": {"task.name": "files", "warm_start.train": "."},
-    "rewards.format": {"rewards.parts": "format", "rewards.accuracy": "format"},
+    "rewards.format": {"rewards.parts": "format"},
     "rewards.overlong_buffer": {"rewards.overlong_shaping": "."},
     "judge": {"rewards.parts": "judge", "rewards.accuracy": "judge"},
+    "judge.batch": {"judge.kind": "score"},
     "environment": {"environment.name": "."},
-    "servers": {"rollout.driver": "servers", "reference.path": "://"},
+    "environment.max_turns": {"environment.name": ".", "task.name": ":"},
+    "servers": {"rollout.driver": "servers", "reference.path": "http"},
+    "servers.weights servers.urls": {"rollout.driver": "servers"},
     "dynamic_sampling.oversample dynamic_sampling.max_batches dynamic_sampling.surplus": {
         "dynamic_sampling.enabled": "."
     },
