@@ -582,8 +582,8 @@ the field if the text of one of the other fields has one of the words: "." is an
 
 
 def get_config() -> ConfigDict:
-    """A config with every field at its default."""
-    return FIELDS.make_config()
+    """A config with every field at its default. It takes no other field."""
+    return FIELDS.make_config().lock()
 
 
 def variant(c: ConfigDict, name: str) -> ConfigDict:

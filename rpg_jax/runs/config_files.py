@@ -24,7 +24,7 @@ ROOT = _PACKAGE.parent
 FOLDER = next((f for f in (_PACKAGE / "configs", ROOT / "configs") if f.is_dir()), ROOT / "configs")
 """The folder of the shipped configs: rpg_jax/configs in a wheel, configs at the top of a checkout."""
 OVERRIDE = re.compile(r"--?(?:no)?config\.(?P<field>[\w.]+)")
-_ERRORS = (flags.Error, KeyError, AttributeError, OSError, TypeError, ValueError)  # what config_flags raises
+_OF_CONFIG_FLAGS = (flags.Error, AttributeError, ImportError, KeyError, OSError, SyntaxError, TypeError, ValueError)
 
 
 class Loaded(NamedTuple):
@@ -43,8 +43,8 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
       overrides: arguments as --config.FIELD=VALUE.
 
     Raises ValueError if there is no such file, variant or field, if a value has another type, or for an argument that
-    is no override. Choices and ranges are not checked. The file is executed: its KeyError, AttributeError, OSError or
-    TypeError becomes a ValueError; another error, such as a SyntaxError, is raised as it is."""
+    is no override. Choices and ranges are not checked. The file is executed: its ImportError, KeyError, SyntaxError or
+    another of `_OF_CONFIG_FLAGS` becomes a ValueError; another error, such as a NameError, is raised as it is."""
     file, colon, variant = name.partition(":")
     _make_importable()
     argv = ["", f"--config={find(file)}{colon}{variant}", *overrides]
@@ -55,9 +55,8 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
         rest = values(argv)[1:]
         config = values.config
         config.is_locked  # noqa: B018 - a file that could not be read raises here
-    except _ERRORS as error:
-        none = f"{file} is no config file: it has no"
-        raise ValueError(_explained(error, overrides, file).replace("module 'config_config' has no", none)) from error
+    except _OF_CONFIG_FLAGS as error:
+        raise ValueError(_explained(error, overrides, file)) from error
     if rest:
         raise ValueError(f"unexpected argument {rest[0]!r}; overrides look like --config.seed=1")
     flag = values["config"]
@@ -173,7 +172,11 @@ def _explained(error: Exception, overrides: Sequence[str], file: str) -> str:
         reason = trace.strip().splitlines()[-1].partition(": ")[2]
         none = "get_config() takes 0 positional arguments" in reason
         return f"{file}: " + (f"it has no variants, leave out ':{variant}'" if none else reason)
-    text = f"{file}: no {error}" if isinstance(error, KeyError) else str(error)
+    text = str(error).replace("module 'config_config' has no", "it is no config file: it has no")
+    text = text.replace("object has no attribute 'is_locked'", "is what get_config() returned, and no config")
+    text = re.sub(r'(?s).Key "(.*?)" does not.*', lambda m: f"no field {m[1]!r}; did you mean {nearest(m[1])}?", text)
+    if isinstance(error, AttributeError | ImportError | KeyError | SyntaxError):
+        text = f"{file}: {'no ' * isinstance(error, KeyError)}{text}"
     text = " ".join(text.split()).replace("invalid literal for int() with base 10", "no whole number")
     return re.sub(r"\('Non-boolean argument to boolean flag', (.*)\)", r"neither True nor False: \1", text)
 

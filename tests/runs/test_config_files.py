@@ -118,16 +118,29 @@ def test_a_change_leaves_the_config_as_it_was_with_its_unset_fields_too():
     assert (before.seed, first.seed, second.seed) == (0, 1, 1)
 
 
-def test_a_key_that_a_file_misses_is_named_with_the_file(tmp_path):
-    (tmp_path / "mine.py").write_text("def get_config():\n    return {}['learning']\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="mine.py: no 'learning'"):
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ("return {}['learning']", "mine.py: no 'learning'"),
+        ("c.train.step = 2; return c", "mine.py: no field 'step'; did you mean train.steps?"),
+        ("c.optimiser = 2; return c", "mine.py: no field 'optimiser'; did you mean optimizer."),
+        ("return {'seed': 3}", r"mine.py: 'dict' is what get_config\(\) returned, and no config"),
+        ("c.seed = 3", r"mine.py: 'NoneType' is what get_config\(\) returned, and no config"),
+        ("import configs.tinny", "mine.py: No module named 'configs.tinny'$"),
+        ("return c)", r"mine.py: unmatched '\)' \(mine.py, line 4\)"),
+    ],
+)
+def test_what_is_wrong_in_a_config_file_is_named_with_the_file(tmp_path, body, named):
+    head = "from configs import base\ndef get_config():\n    c = base.get_config()\n"
+    (tmp_path / "mine.py").write_text(f"{head}    {body}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=named):
         config_files.load(str(tmp_path / "mine.py"))
 
 
 def test_a_file_without_a_config_is_refused_although_another_one_was_read_before(tmp_path):
     config_files.load("tiny")
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1="}\n', encoding="utf-8")  # an expression of Python too
-    with pytest.raises(ValueError, match="rows.jsonl is no config file: it has no attribute 'get_config'"):
+    with pytest.raises(ValueError, match="rows.jsonl: it is no config file: it has no attribute 'get_config'"):
         config_files.load(str(tmp_path / "rows.jsonl"))
 
 
