@@ -73,12 +73,12 @@ def differences(configs: Sequence[Config]) -> list[Json]:
 
 
 def anchor(config: Config) -> str:
-    """The reference policy of a config's KL in words, as "the initial policy"; "unknown" without config.json. A rule
-    without words here has its name and the fields of `reference` that only such rules read: "halves, share 0.5"."""
+    """The reference policy of a config's KL in words, as "the initial policy (1f)"; "unknown" without config.json. A
+    rule without words here has its name and the fields of `reference` that only such rules read: "halves, share 2"."""
     section = {k.removeprefix("reference."): v for k, v in config.fields.items() if k.startswith("reference.")}
-    rule, every, threshold = (section.pop(name, None) for name in ("rule", "every", "kl_threshold"))
-    section.pop("resident", None)
-    words = {None: "unknown", "fixed": "the initial policy", "behaviour": "the policy that sampled"}
+    rule, every, threshold, _ = (section.pop(name, None) for name in ("rule", "every", "kl_threshold", "resident"))
+    own = f" ({run.start})" if (run := config.runs[0]).start and not run.parent else ""  # a branch has its parent's
+    words = {None: "unknown", "fixed": f"the initial policy{own}", "behaviour": "the policy that sampled"}
     words |= {"every": f"the policy after every {every}", "kl": f"the policy after the last KL above {threshold} nats"}
     words |= {"teacher": f"the teacher {section.get('path')}"}
     return words.get(rule) or ", ".join([str(rule), *(f"{k} {_text(v)}" for k, v in section.items() if v is not None)])

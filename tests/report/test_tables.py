@@ -179,6 +179,13 @@ def test_kls_to_different_policies_carry_a_warning(leave):
     assert "a: to the teacher d; b: to the teacher e." in page.notes(tables.configs_of(runs), rows)
 
 
+def test_kls_to_two_initial_policies_carry_a_warning(leave):
+    runs = [leave(name, 0, inputs={START: start}) for name, start in (("a", "1f"), ("b", "2f"), ("c", "1f"))]
+    configs, (_, rows) = tables.configs_of(runs), at("steps", runs)
+    assert "a: to the initial policy (1f); b: to the initial policy (2f)" in page.notes(configs, rows)
+    assert "anchors" not in page.notes(configs[::2], rows[::2])
+
+
 def test_kls_to_two_teachers_carry_a_warning(leave):
     runs = [leave(name, 0, reference={"rule": "teacher", "path": f"teachers/{name}"}) for name in "ab"]
     configs, (_, rows) = tables.configs_of(runs), at("steps", runs)
