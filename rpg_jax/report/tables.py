@@ -85,12 +85,12 @@ def anchor(config: Config) -> str:
 
 
 def _label(run: Run, all_runs: Sequence[Run], most: int | None = None) -> str:
-    """The name of the method, and the first `most` fields (None: all), by name, in which `run` differs from another run
-    of the method in `all_runs`, with its values; "…" for further fields. Without config.json, the name of the run."""
+    """The method's name, and the first `most` fields (None: all), X.name first, in which `run` differs from another run
+    of the method in `all_runs`, with its values; "…" for further fields. Without config.json, the run's name."""
     if run.config.get("method") is None:
         return run.name
     rivals = [r.config for r in all_runs if r.method == run.method]
-    names = sorted({k for r in rivals for k in r if not _is_aside(k)})
+    names = sorted({k for r in rivals for k in r if not _is_aside(k)}, key=lambda k: (not k.endswith(".name"), k))
     fields = [k for k in names if any(r.get(k) != run.config.get(k) for r in rivals)]
     parts = [f"{k.rpartition('.')[2]} {_text(run.config.get(k))}" for k in fields[:most]]
     start = [f"first weights {run.start}"] if run.parent and most is None else []  # of equal texts in `start_from`

@@ -150,6 +150,8 @@ def test_labels_tell_configs_apart_that_differ_in_the_third_field_alone():
     runs = [Run("run", 0, {"method": "a", "x": x, "y": y, "z": z}, []) for x, y, z in values]
     labels = [config.label for config in tables.configs_of(runs)]
     assert labels == ["a, x 1, y 1, z 1", "a, x 1, y 1, z 2", "a, x 2, y 2, …"]
+    runs = [Run("run", 0, {"method": "a", "c.x": x, "c.y": x, "loss.name": x}, []) for x in ("b", "c")]
+    assert [config.label for config in tables.configs_of(runs)] == ["a, name b, x b, …", "a, name c, x c, …"]
 
 
 def test_no_row_is_the_best_below_three_seeds(leave):
