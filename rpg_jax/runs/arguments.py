@@ -50,7 +50,7 @@ def reward_parts(config: ConfigDict) -> str:
 def _weights(parts: str) -> dict[str, float]:
     """{part: weight} of a text like "exact:1,format:0.1,package.module:function". The default weight is 1."""
     weights = {}
-    for part in (p.strip() for p in parts.split(",")):
+    for part in filter(None, map(str.strip, parts.split(","))):
         name, _, weight = part.rpartition(":")
         try:
             weights[name or part] = float(weight) if name else 1.0

@@ -94,6 +94,10 @@ def test_what_could_only_fail_later_is_refused_by_name(changes, message):
         resolved(**changes)
 
 
+def test_a_comma_after_the_last_reward_is_no_reward():
+    assert reward_arguments(resolved(**{"rewards.parts": "exact:1, format:0.1,"}))[0].keys() >= {"exact", "format"}
+
+
 def test_the_reward_is_the_environments_where_there_is_one_and_none_is_named():
     assert resolved().rewards.parts == "exact"
     assert resolved(**{"environment.name": "m:E"}).rewards.parts == "environment"
