@@ -50,11 +50,11 @@ def evaluate(options: argparse.Namespace) -> int:
     """Checks the flags, evaluates the policy, and writes the results. `options` has the flags of the command. Returns
     the exit code: 0, or 130 if Ctrl-C stopped the evaluation, which the same command continues. Raises ValueError if
     the flags do not fit together, and the errors of `policy.of_run`, `policy.of_config` and `evaluation.evaluate`."""
-    loaded = cli.load_config(options)
     if (options.run is None) == (options.folder is None):
         raise ValueError("which policy? Give either --run=runs/NAME or --folder=MODEL with --config=FILE")
-    if options.run is not None and loaded is not None:
+    if options.run is not None and (options.config or options.overrides):
         raise ValueError("a run has its own config: leave --config out, and set --sets, --k, --max_tokens, …")
+    loaded = cli.load_config(options)
     if options.folder is not None and loaded is None:
         raise ValueError("--folder needs --config=FILE for problems, limits and verifier: configs/qwen3_4b_2k.py")
     from rpg_jax import storage  # these load JAX: wrong flags need not wait for it

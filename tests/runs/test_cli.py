@@ -11,6 +11,7 @@ import jax
 import pytest
 from etils import epath
 
+from rpg_jax import evaluate
 from rpg_jax.runs import cli, run_folder
 from rpg_jax.storage.errors import Kind, StorageFailure
 from tests.runs.test_run_folder import made
@@ -115,6 +116,8 @@ def test_a_command_without_a_default_config_takes_overrides_only_with_a_file(cap
     assert cli.run(lambda options: cli.load_config(options) is not None, parser, []) == 0
     assert cli.run(cli.load_config, parser, ["--config.seed=1"]) == cli.USAGE_ERROR
     assert capsys.readouterr().err == "error: --config.seed=1 needs --config=FILE\n"
+    assert evaluate.main(["--run=runs/a", "--config.seed=1"]) == cli.USAGE_ERROR
+    assert capsys.readouterr().err.startswith("error: a run has its own config: leave --config out, and set --sets")
 
 
 def test_a_user_error_keeps_its_traceback_with_debug(capsys):
