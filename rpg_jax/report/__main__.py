@@ -18,7 +18,7 @@ from rpg_jax.runs import cli
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command with the arguments `argv` (None: this process's); returns the exit code."""
     parser = cli.parser("report", __doc__)
-    parser.add_argument("run", nargs="+", help="folder of a run, finished or not, local or gs://BUCKET/FOLDER")
+    parser.add_argument("run", nargs="+", metavar="runs/NAME", help="a run, finished or not, or gs://BUCKET/FOLDER")
     parser.add_argument("--out", type=Path, help="file of the page; default: report.html in the first run's folder")
     parser.add_argument(
         "--rollout-steps",

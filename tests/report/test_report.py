@@ -53,6 +53,8 @@ def test_a_full_disk_and_a_wrong_flag_are_one_line_with_the_exit_code_of_every_c
     leave_run, tmp_path, monkeypatch, capsys
 ):
     run = str(leave_run(tmp_path / "run"))
+    assert report.main([f"--run={run}"]) == 2
+    assert capsys.readouterr().err == "error: the following arguments are required: runs/NAME\n"
     assert report.main([run, "--rollout-step=1"]) == 2
     assert capsys.readouterr().err == (
         "error: unknown flag --rollout-step; did you mean --rollout-steps? --help lists all flags\n"
