@@ -70,7 +70,7 @@ def group_standardised(rewards: jax.Array, counted: jax.Array | None = None) -> 
 def leave_one_out(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
     """R_i − mean of the group's other counted rewards, or R_i if there are none; f[P, G] as the rewards (RLOO,
     arXiv:2402.14740). The result is undefined where `counted` bool[P, G] (None: all) is False."""
-    size = rewards.shape[1] if counted is None else _counts(counted)
+    size = rewards.shape[1] if counted is None else jnp.sum(counted, axis=1, keepdims=True)
     return jnp.where(size > 1, group_mean(rewards, counted) * (size / jnp.maximum(size - 1, 1)), rewards)
 
 
@@ -111,11 +111,6 @@ def gdpo(parts: jax.Array, part_weights: jax.Array, counted: jax.Array | None = 
     return centred / (deviation + STANDARD_DEVIATION_FLOOR)
 
 
-def _counts(counted: jax.Array) -> jax.Array:
-    """i32[P, 1], the number of counted completions of each group."""
-    return jnp.sum(counted, axis=1, keepdims=True)
-
-
 def whiten(values: jax.Array, lengths: jax.Array) -> jax.Array:
     """(x − mean) · rsqrt(var + 1e-8) over tokens; values x and result are f[P, G], `lengths` i32[P, G]. A completion
     counts once per trained token: `lengths` times. var divides by the number of tokens minus 1. If all completions with
@@ -144,9 +139,6 @@ def whitened_group_mean(rewards: jax.Array, lengths: jax.Array, counted: jax.Arr
     return whiten(group_mean(rewards, counted), lengths)
 
 
-_GIVEN = ("rewards", "counted", "lengths", "parts", "part_weights")
-
-
 def declare_own_advantage(name: str, function: Callable[..., jax.Array]) -> None:
     """Adds an advantage from outside this repository to `ADVANTAGES`, in place of an advantage with the same name.
 
@@ -158,7 +150,8 @@ def declare_own_advantage(name: str, function: Callable[..., jax.Array]) -> None
     if not inspect.isfunction(function):
         raise ValueError(f"the advantage {name!r} must be a function, made with def; got {type(function).__name__}")
     asked = list(inspect.signature(function).parameters)
-    if asked[:1] not in (["rewards"], ["parts"]) or set(asked) - set(_GIVEN):
+    others = set(asked) - {"rewards", "counted", "lengths", "parts", "part_weights"}
+    if asked[:1] not in (["rewards"], ["parts"]) or others:
         raise ValueError(
             f"the advantage {name!r} is called as {function.__name__}(rewards), and may ask for counted and lengths, "
             f"or as {function.__name__}(parts, part_weights); it asks for {', '.join(asked) or 'nothing'}"
@@ -209,7 +202,7 @@ def advantages(
             raise ValueError(f"{what} must have the shape of rewards {rewards.shape}, got {np.shape(array)}")
     if counted is not None:
         counted = jnp.asarray(counted, bool)
-        counted &= _counts(counted) > min(1, rewards.shape[1] - 1)  # a group's only one has no other
+        counted &= jnp.sum(counted, axis=1, keepdims=True) > min(1, rewards.shape[1] - 1)  # one alone has no other
         if not (declared.takes("counted") or declared.takes("lengths")):
             raise ValueError(f"advantage {name!r} cannot leave completions out: its function must take `counted`")
         if lengths is not None:

@@ -239,8 +239,8 @@ def _check_loss(config: ConfigDict) -> None:
         raise ValueError(f"loss.constant_length is read by loss.aggregate=constant, not by {aggregate}: leave one out")
     if advantage not in losses.LEARNED_ADVANTAGES:
         with named_in_errors(f"loss.advantage={advantage}"):
-            losses.advantages(advantage, np.zeros((2, 2)), lengths=np.ones((2, 2), np.int32))
-            if config.rollout.group_size == 1 and _has_baseline(advantage, 2) and not _has_baseline(advantage, 1):
+            _advantages(config, np.zeros((2, 2)))
+            if config.rollout.group_size == 1 and _has_baseline(config, 2) and not _has_baseline(config, 1):
                 raise ValueError(
                     f"rollout.group_size=1: loss.advantage={advantage} compares the completions of a prompt, and one "
                     "alone has nothing to be compared with; set rollout.group_size=2 or more"
@@ -290,11 +290,17 @@ def _check_rehearsal(config: ConfigDict) -> None:
         raise ValueError(f"rehearsal.path={c.path} with {found[0]}")
 
 
-def _has_baseline(advantage: str, group: int) -> bool:
+def _advantages(config: ConfigDict, rewards: np.ndarray) -> jax.Array:
+    """The advantages f[P, G] of `rewards` f[P, G]; each part of the reward that `config` has is `rewards`."""
+    lengths, weights = np.ones(rewards.shape, np.int32), [*reward_arguments(config)[0].values()]
+    parts = rewards[..., None].repeat(len(weights), axis=2)
+    return losses.advantages(config.loss.advantage, rewards, lengths=lengths, parts=parts, part_weights=weights)
+
+
+def _has_baseline(config: ConfigDict, group: int) -> bool:
     """Whether an advantage stays the same where all rewards rise by one, in groups of `group` completions."""
-    paid, lengths = np.arange(2.0 * group).reshape(2, group), np.ones((2, group), np.int32)
-    low, high = (losses.advantages(advantage, x, lengths=lengths) for x in (paid, paid + 1))
-    return bool(np.allclose(low, high, atol=1e-3))
+    paid = np.arange(2.0 * group).reshape(2, group)
+    return bool(np.allclose(_advantages(config, paid), _advantages(config, paid + 1), atol=1e-3))
 
 
 @contextlib.contextmanager

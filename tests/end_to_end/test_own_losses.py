@@ -116,6 +116,24 @@ def flat(rewards):
     return jnp.zeros(3)
 
 
+def above_value(parts, part_weights):
+    right, _value = part_weights
+    return right * (parts[..., 0] - parts[..., 1])
+
+
+@pytest.mark.parametrize("group_size", [1, 8])
+def test_an_advantage_of_parts_is_tried_with_as_many_parts_as_the_reward_has(group_size):
+    losses.declare_own_advantage("outside:above_value", above_value)
+    fields = {
+        "rollout.group_size": group_size,
+        "dynamic_sampling.enabled": False,
+        "loss.advantage": "outside:above_value",
+    }
+    resolved(**fields | {"rewards.parts": "exact:1,length:0", "rewards.overlong_shaping": False})
+    with pytest.raises(ValueError, match="not enough values"):
+        resolved(**fields | {"rewards.parts": "exact", "rewards.overlong_shaping": False})
+
+
 def test_what_a_function_raises_or_returns_is_told_in_one_line():
     losses.declare_own_loss("outside:failing", failing)
     losses.declare_own_advantage("outside:flat", flat)
