@@ -66,7 +66,7 @@ def value_loss(values: jax.Array, old_values: jax.Array, returns: jax.Array, *, 
     plain = jnp.square(values - returns)
     if clip is None:
         return TokenLoss(plain / 2)
-    clipped = jnp.square(old_values + jnp.clip(values - old_values, -clip, clip) - returns)
+    clipped = jnp.square(jnp.clip(values, old_values - clip, old_values + clip) - returns)
     return TokenLoss(jnp.maximum(plain, clipped) / 2, {"value_clip": clipped > plain})
 
 

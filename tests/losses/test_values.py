@@ -80,6 +80,13 @@ def test_the_value_loss_is_the_larger_of_the_plain_and_the_clipped_error():
     np.testing.assert_allclose(value_loss(values, old, returns, clip=None).values, [[0.5, 0, 2]])
 
 
+def test_a_value_within_the_clip_is_not_counted_as_clipped_by_rounding():
+    values, old = jnp.float32(np.random.default_rng(0).uniform(-0.099, 0.099, (2, 1000)))
+    loss, plain = (value_loss(values, old, 0.0, clip=clip) for clip in (0.2, None))
+    assert not loss.events["value_clip"].any()
+    np.testing.assert_array_equal(loss.values, plain.values)
+
+
 def test_explained_variance_is_that_of_all_tokens_together():
     rng = np.random.default_rng(0)
     returns = rng.normal(size=(4, 6))
