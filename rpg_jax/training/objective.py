@@ -90,15 +90,15 @@ def advantages_fn(
     Args:
       advantage: a name of `ADVANTAGES`.
       loss: a name of `LOSSES`; "rpg" with level="sequence" has the baseline of the KL.
-      part_weights: the weights of the parts of the reward; only "completion" reads them, for advantages as `gdpo`.
+      part_weights: the weights of the parts of the reward, for advantages as `gdpo` and for `returns`.
       credit: "completion", or "turn" for advantages of turns (`losses.turn_advantages` of `returns`).
       environment_weight: the weight of the environment's part in the reward; only "turn" reads it.
       **hyperparameters: those of the loss.
     """
-    of_rewards: Callable[[RolloutBatch], Any]
-    of_rewards = functools.partial(turn_advantages, advantage=advantage, environment_weight=environment_weight)
-    if credit == "completion":
-        of_rewards = functools.partial(completion_advantages, advantage=advantage, part_weights=part_weights)
+    own: dict[str, Any] = {"advantage": advantage, "part_weights": part_weights}
+    of_rewards: Callable[[RolloutBatch], Any] = functools.partial(completion_advantages, **own)
+    if credit == "turn":
+        of_rewards = functools.partial(turn_advantages, environment_weight=environment_weight, **own)
     if loss != "rpg" or hyperparameters.get("level", "token") != "sequence":
         return lambda batch: {"advantages": of_rewards(batch)}
     return lambda batch: with_kl_baseline(of_rewards(batch), batch, **hyperparameters)
@@ -114,10 +114,10 @@ def completion_advantages(batch: RolloutBatch, *, advantage: str, part_weights: 
     return np.asarray(losses.advantages(advantage, rewards, lengths=trained, counted=counted_of(batch), **of_parts))
 
 
-def turn_advantages(batch: RolloutBatch, *, advantage: str, environment_weight: float) -> list[list[np.ndarray]]:
+def turn_advantages(batch: RolloutBatch, *, advantage: str, **weights: Any) -> list[list[np.ndarray]]:
     """Advantages of turns: for each group and completion f32[n], one number for each of its n tokens. `advantage`
-    compares the returns to go of turns, see `losses.turn_advantages`; `environment_weight` is ω of `returns`."""
-    paid = [returns(g, environment_weight) for g in batch.groups]
+    compares the returns to go of turns, see `losses.turn_advantages`; `weights` are those of `returns`."""
+    paid = [returns(g, **weights) for g in batch.groups]
     of_turns = losses.turn_advantages(advantage, paid, [g.counted for g in batch.groups])
     return [
         [own[c.turn_numbers] for own, c in zip(of_group, g.completions, strict=True)]
@@ -134,8 +134,6 @@ def with_kl_baseline(
     log_ratios = [b.known("behaviour_logprobs") - b.known("ref_logprobs") for b in batch.batches]
     sums = np.array([[np.sum(x) for x in own] for own in batch.of_sampled(log_ratios)], np.float32)
     baseline = np.asarray(losses.kl_baseline(jnp.asarray(sums), counted=counted_of(batch), **hyperparameters))
-    if isinstance(advantages, np.ndarray):
-        return {"advantages": advantages + baseline, "kl_baseline": baseline}
     both = [[x + b for x, b in zip(*pair, strict=True)] for pair in zip(advantages, baseline, strict=True)]
     return {"advantages": both, "kl_baseline": baseline}
 
@@ -185,18 +183,20 @@ class Objective:
 CREDITS = ("completion", "turn")
 
 
-def returns(group: Group, environment_weight: float) -> list[np.ndarray]:
+def returns(group: Group, environment_weight: float, part_weights: Sequence[float] = ()) -> list[np.ndarray]:
     """The returns to go of each completion's k turns, f32[k]: R_t = R − ω Σ_{j<t} r_j. Without an environment k is 1.
 
     R is the completion's reward, so R_1 = R. r_j is the environment's reward of turn j, and ω = `environment_weight` is
     the weight of the environment's part in the reward. The last turn gets the rest of R beyond the environment's
-    rewards: the other parts of the reward, and its shaping.
+    rewards: the other parts of the reward, and its shaping. With `part_weights`, R is the exact sum of `Group.parts`,
+    so that turns that are paid alike have returns of equal bits: an advantage would enlarge the rounding.
     """
-    found = []
-    for completion, reward in zip(group.completions, group.rewards, strict=True):
+    parts = group.parts if len(part_weights) else None
+    rewards, found = group.rewards if parts is None else parts.astype(np.float64) @ part_weights, []
+    for completion, reward in zip(group.completions, rewards, strict=True):
         paid = np.zeros(1) if completion.turns is None else completion.turns.rewards.astype(np.float64)
-        before = np.cumsum(paid) - paid
-        found.append((np.float64(reward) - environment_weight * before).astype(np.float32))
+        to_go = np.cumsum(paid[::-1])[::-1]
+        found.append((np.float64(reward) + environment_weight * (to_go - np.float32(to_go[0]))).astype(np.float32))
     return found
 
 

@@ -58,7 +58,7 @@ def test_the_advantages_of_split_groups_hold_the_baseline_of_whole_groups(rows):
     at_once = gradient(np.concatenate(new), group_ids=group_ids, **whole)
     # Sums of f32 in another order.
     np.testing.assert_allclose(np.concatenate(parts), at_once, rtol=1e-5, atol=1e-6)
-    assert np.abs(given - rewards).max() > 0.1
+    assert np.abs(np.array(given) - rewards).max() > 0.1
 
 
 def test_other_losses_and_levels_have_the_advantages_of_the_rewards_alone():

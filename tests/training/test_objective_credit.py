@@ -1,5 +1,6 @@
 """What a turn is given credit for, and at which token a critic sees it."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -78,6 +79,16 @@ def test_conversations_that_were_paid_the_same_have_no_advantage_however_long_th
     assert not np.concatenate(losses.turn_advantages(name, [group])[0]).any()
     [[alone]] = losses.turn_advantages(name, [[np.float32([3, 2])]])
     np.testing.assert_allclose(alone, [3, 2], rtol=2e-6)  # 1e-6 is added to a deviation of 1
+
+
+@pytest.mark.parametrize("name", ["group_standardised", "maxrl"])
+def test_last_turns_that_are_paid_the_same_have_no_advantage_beside_other_parts_of_the_reward(name):
+    talks = [conversation([0, 1, 0], [first, 1.0]) for first in (-0.1, -0.3, -0.4, -0.7)]
+    parts = np.float32([[c.turns.rewards.sum(dtype=float), 1] for c in talks])
+    group = group_of(*talks, rewards=parts @ np.float32([0.7, 0.1]))
+    batch = data.pack([dataclasses.replace(group, parts=parts)], data.RowShape(4, 9, 8))
+    made = advantages_fn(name, "ppo", [0.7, 0.1], credit="turn", environment_weight=0.7)
+    assert [x[2] for x in made(batch)["advantages"][0]] == [0] * 4
 
 
 def test_the_baseline_of_a_turn_without_others_changes_no_expected_gradient():
