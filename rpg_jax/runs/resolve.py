@@ -2,7 +2,10 @@
 
 import contextlib
 import json
+import sysconfig
+import traceback
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +22,7 @@ from rpg_jax.runs import config_files, logs
 from rpg_jax.runs.arguments import environment_options, loss_arguments, loss_object, reward_arguments, reward_parts
 from rpg_jax.types import Count
 
+_LIBRARIES = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
 _BUFFER = 512
 """Tokens: the paper's overlong buffer. Without shaping the number has no effect, and is the number of older runs."""
 
@@ -305,14 +309,17 @@ def _has_baseline(config: ConfigDict, group: int) -> bool:
 
 @contextlib.contextmanager
 def named_in_errors(what: str) -> Iterator[None]:
-    """Turns an error of the block into a ValueError whose message begins with `what`. ValueErrors pass unchanged."""
+    """Turns an error of the block into a ValueError. Its message begins with `what`, and ends with the last line of
+    code of one's own that led to the error, if there is one. ValueErrors pass unchanged."""
     try:
         yield
     except ValueError:
         raise
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        raise ValueError(f"{what} raises {type(error).__name__}: {lines[0]}") from error
+        own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_LIBRARIES)]
+        place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+        raise ValueError(f"{what} raises {type(error).__name__}: {lines[0]}{place}") from error
 
 
 def _declare_own(config: ConfigDict) -> None:

@@ -219,8 +219,8 @@ class Guard:
         if self.needs_rewards and step == 1 and values.get("equal_rewards", 0.0) == 1:
             yield (
                 f"warning: step 1: the completions of each prompt have equal rewards (mean {values['reward']:.3g}). "
-                "Nothing is learned from equal rewards. Look at samples.jsonl: give easier problems, let the reward "
-                "grade what is almost right, or raise rollout.group_size"
+                "An advantage that compares them learns nothing. Look at samples.jsonl: give easier problems, let the "
+                "reward grade what is almost right, or raise rollout.group_size"
             )
 
     def fault(self, step: int, values: Mapping[str, float], updates: Sequence[Mapping[str, float]]) -> str | None:
