@@ -146,7 +146,7 @@ def test_loss_and_gradient_are_those_of_the_batch_in_which_what_failed_is_absent
             assert given[p][i] == 0 and not np.any(gradients[p][i])
         if len(kept):
             gradient, advantages = next(others)
-            np.testing.assert_allclose(given[p][kept], advantages, rtol=2e-5, atol=2e-6)
+            np.testing.assert_allclose(np.asarray(given[p])[kept], advantages, rtol=2e-5, atol=2e-6)
             for i, own in zip(kept, gradient, strict=True):
                 np.testing.assert_allclose(gradients[p][i], own, rtol=5e-5, atol=2e-6)
     assert not groups[3].counted.any(), "a lone completion would be trained on its raw reward"

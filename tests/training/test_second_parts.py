@@ -182,8 +182,6 @@ def rewards_of(combination):
     return parts if combination["turns"] == "one" else parts | {"environment": 0.7}
 
 
-# ---- Folders of models.
-
 DENSE = models.DecoderConfig(
     vocab_size=1, num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=1, head_dim=16, hidden_dim=48,
     rope=models.Rope(10_000.0), tie_embeddings=False,
