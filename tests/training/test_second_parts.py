@@ -303,8 +303,8 @@ def environment_pays(completion):
 LAST = 115
 SHARES = [
     pytest.param(0, 1, id="one"),
-    pytest.param(1, 8, id="seven more", marks=pytest.mark.slow),
-    *(pytest.param(n, n + 36, id=f"from {n}", marks=pytest.mark.soak) for n in range(8, LAST, 36)),
+    pytest.param(1, 4, id="three more", marks=pytest.mark.slow),
+    *(pytest.param(n, n + 37, id=f"from {n}", marks=pytest.mark.soak) for n in range(4, LAST, 37)),
 ]
 FIRST = {
     "kind": "PPO with λ", "model": "dense", "turns": "several, credited", "verdicts": "not all", "groups": "all",
