@@ -258,8 +258,8 @@ class MLflow:
         self._client.set_terminated(self._run)
 
 
-class Trackio(WandB):
-    """A run of Trackio, in a folder of Trackio (TRACKIO_DIR); `trackio show` is its page. It ends as a run of wandb."""
+class Trackio:
+    """A run of Trackio, in a folder of Trackio (TRACKIO_DIR); `trackio show` is its page."""
 
     def __init__(self, place: Place):
         named = {"project": place.project, "name": place.name, "config": dict(place.config)}
@@ -268,6 +268,10 @@ class Trackio(WandB):
     def append(self, step: Step) -> None:
         """Stores `step.metrics`, {name: finite number}, as the metrics of step `step.number`."""
         self._run.log(dict(step.metrics), step=step.number)
+
+    def close(self) -> None:
+        """Marks the run as finished."""
+        self._run.finish()
 
 
 TRACKERS: Mapping[str, Callable[[Place], Tracker]] = {
