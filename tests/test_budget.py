@@ -36,7 +36,7 @@ def pages() -> list[Path]:
     ("name", "found", "ceiling"),
     [
         ("files of rpg_jax", lambda: len(sources("rpg_jax")), 190),
-        ("lines of rpg_jax", lambda: lines(sources("rpg_jax")), 36_971),
+        ("lines of rpg_jax", lambda: lines(sources("rpg_jax")), 36_973),
         ("lines of experiments and examples", lambda: lines(sources("experiments", "examples")), 3_800),
         ("lines of the longest file", lambda: max(lines([path]) for path in sources("rpg_jax")), 397),
         ("config fields", lambda: len(config_files.fields()), 185),

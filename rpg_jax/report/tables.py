@@ -85,8 +85,9 @@ def anchor(config: Config) -> str:
 
 
 def _label(run: Run, all_runs: Sequence[Run], most: int | None = None) -> str:
-    """The method's name, and the first `most` fields (None: all), X.name first, in which `run` differs from another run
-    of the method in `all_runs`, with its values; "…" for further fields. Without config.json, the run's name."""
+    """The method's name, and the first `most` fields (None: all) in which `run` differs from another run of the method
+    in `all_runs`, with its values; "…" for further fields. Fields as loss.name come first, then all by name. Without
+    config.json, the name of the run."""
     if run.config.get("method") is None:
         return run.name
     rivals = [r.config for r in all_runs if r.method == run.method]

@@ -196,7 +196,8 @@ def returns(group: Group, environment_weight: float, part_weights: Sequence[floa
     for completion, reward in zip(group.completions, rewards, strict=True):
         paid = np.zeros(1) if completion.turns is None else completion.turns.rewards.astype(np.float64)
         to_go = np.cumsum(paid[::-1])[::-1]
-        found.append((np.float64(reward) + environment_weight * (to_go - np.float32(to_go[0]))).astype(np.float32))
+        all_paid = np.float32(to_go[0])  # as the environment's part in `Group.parts`: it cancels without rounding
+        found.append((np.float64(reward) + environment_weight * (to_go - all_paid)).astype(np.float32))
     return found
 
 
